@@ -1,6 +1,4 @@
-"""What both sides of a comparison with published code evaluate: weights, inputs and random numbers, without our code.
-
-"""
+"""Weights, inputs and random numbers that both sides of a comparison with published code evaluate, without our code."""
 
 import math
 import os
@@ -63,9 +61,7 @@ def numbers(name: str, n: int, count: int, distribution: str) -> Tensor:
 
 
 def data_set(count: int = 64, shape: tuple[int, int, int] = (4, 8, 8), num_classes: int = 10) -> tuple[Tensor, Tensor]:
-    """Returns latents (count, C, h, w), exact in float16 and of deviation 0.5 around a mean of their class, and
-    labels.
-    """
+    """Returns latents (count, C, h, w), exact in float16, of deviation 0.5 around a mean of their class, and labels."""
     y = torch.arange(count) % num_classes
     x = 0.4 * numbers("latents", 0, count * math.prod(shape), "randn").view(count, *shape)
     return (x + 0.3 * wave((num_classes, *shape), 3)[y]).half().float(), y
@@ -97,10 +93,10 @@ class Replayed:
     has numbers of its own.
     """
 
+    functions = ("rand", "randn", "randn_like")
+
     def __init__(self, names: Mapping[str, str]):
         self.names, self.calls, self.real = names, Counter(), {name: getattr(torch, name) for name in self.functions}
-
-    functions = ("rand", "randn", "randn_like")
 
     def replace(self, setattr=setattr) -> None:
         for name in self.functions:

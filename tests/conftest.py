@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -90,8 +91,7 @@ def graphs(monkeypatch):
 
     torch._dynamo.reset()
     counter, compiled = CompileCounterWithBackend("aot_eager"), torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function,
-                        **how: compiled(function, backend=counter, fullgraph=True, **how))
+    monkeypatch.setattr(torch, "compile", partial(compiled, backend=counter, fullgraph=True))
     return counter
 
 

@@ -16,7 +16,7 @@ def test_every_size_maps_a_latent_to_its_own_shape(name):
 
 
 def tiny(**kwargs):
-    return DiT(**{**dict(input_size=8, in_channels=3, hidden_size=32, depth=3, num_heads=2, num_classes=5), **kwargs})
+    return DiT(**dict(input_size=8, in_channels=3, hidden_size=32, depth=3, num_heads=2, num_classes=5) | kwargs)
 
 
 def test_unpatchify_undoes_the_patch_embeddings_order():

@@ -68,8 +68,8 @@ def test_scale_1_is_the_strong_pass_bit_for_bit_and_one_pass(diffusion, predict)
 
 
 @both
-def test_passes_that_share_network_and_ratio_share_a_batch_and_its_masks_and_are_one_if_they_share_labels(diffusion,
-                                                                                                          predict):
+def test_passes_that_share_network_and_ratio_share_a_batch_and_its_masks_and_are_one_if_they_share_labels(
+        diffusion, predict):
     net, (_, y) = small_dit(), noise_and_labels()
     strong = once(predict, net, Guidance(1, 0.5, 0.5))
     seen = watch(net)
@@ -81,8 +81,8 @@ def test_passes_that_share_network_and_ratio_share_a_batch_and_its_masks_and_are
 
 @both
 @pytest.mark.parametrize("drop_label", [True, False])
-def test_different_ratios_are_two_calls_and_the_weak_ones_tokens_are_among_the_strong_ones(diffusion, predict,
-                                                                                           drop_label):
+def test_different_ratios_are_two_calls_and_the_weak_ones_tokens_are_among_the_strong_ones(
+        diffusion, predict, drop_label):
     net, (_, y) = small_dit(), noise_and_labels()
     seen = watch(net)
     once(predict, net, Guidance(1.5, 0.3, 0.7, drop_label))

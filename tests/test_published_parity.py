@@ -93,8 +93,8 @@ def test_positions_equal_facebookresearch_dit():
     assert checksum(xl) == pytest.approx(DIT["pos_embed_xl2_checksum"], abs=1e-3)
 
 
-@pytest.mark.parametrize("size", DIT["sizes"], ids=names(DIT["sizes"]))
-def test_keys_shapes_and_counts_equal_facebookresearch_dit(size):
+@pytest.mark.parametrize("size", DIT["sizes"] + published("lightning")["sizes"], ids=lambda size: size["name"])
+def test_keys_shapes_and_counts_equal_facebookresearch_dit_and_hustvl_lightningdit(size):
     with torch.device("meta"):
         net = DiT_models[size["model"]](**size["config"])
     assert signature({key: weight.shape for key, weight in net.state_dict().items()}) == size["signature"]
@@ -130,9 +130,9 @@ def test_a_routed_forward_equals_compvis_tread(case):
     assert_equal(out, case["out"])
 
 
-def mask_noise_for(case: dict) -> Tensor:
-    """Noise (B, R, 16) by which the tokens of a case's ids_keep stay."""
-    noise = [torch.ones(len(ids), 16).scatter(1, torch.tensor(ids), 0.0) for ids in case["ids_keep"]]
+def noise_that_keeps(ids_keep: list, num_tokens: int = 16) -> Tensor:
+    """Noise (B, R, N) by which the tokens ids_keep (R, B, K) are kept."""
+    noise = [torch.ones(len(ids), num_tokens).scatter(1, torch.tensor(ids), 0.0) for ids in ids_keep]
     return torch.stack(noise, dim=1)
 
 
@@ -141,7 +141,7 @@ def mask_noise_for(case: dict) -> Tensor:
 def test_a_forward_of_version_1_equals_the_code_of_january(case):
     net = fill(DiT(**TINY | {"depth": 4}, routes=[Route(*route) for route in case["routes"]]))
     x, t, y = wave(case["shape"], amplitude=1.4), torch.tensor(case["t"]), torch.tensor(case["y"])
-    assert_equal(net(x, t, y, routes=net.routes, mask_noise=mask_noise_for(case)), case["out"])
+    assert_equal(net(x, t, y, routes=net.routes, mask_noise=noise_that_keeps(case["ids_keep"])), case["out"])
 
 
 @pytest.mark.parametrize("case", TREAD_V1["loss"], ids=names(TREAD_V1["loss"]))
@@ -150,7 +150,8 @@ def test_the_loss_of_version_1_equals_the_code_of_january(case):
     net = fill(DiT(**TINY | {"depth": 4}, routes=[Route(*route) for route in case["routes"]]))
     x, eps, y = wave(case["shape"], amplitude=0.7), wave(case["shape"], 1, 1.4), torch.tensor(case["y"])
     objective = Version1(DiffusionLoss(net, EDM()), mae_weight=case["mae_weight"])
-    loss = objective.loss(x, y, torch.ones(1), mask_noise_for(case), sigma=torch.tensor(case["sigma"]), eps=eps)
+    loss = objective.loss(x, y, torch.ones(1), noise_that_keeps(case["ids_keep"]),
+                          sigma=torch.tensor(case["sigma"]), eps=eps)
     assert loss.tolist() == pytest.approx(case["loss"], rel=0, abs=1e-5)
 
 

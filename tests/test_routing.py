@@ -62,11 +62,21 @@ def test_the_gradient_of_a_skipping_token_takes_the_identity_path():
     ([Route(2, 8, 1.0)], "selection_ratio"),
     ([Route(2, 8, -0.1)], "selection_ratio"),
     ([Route(0, 4, 0.5), Route(4, 8, 0.5)], "overlaps"),
+    ([Route(2, 8, 0.5, return_from=3)], "return_from=3, which must be a block up to its start, 2"),
+    ([Route(2, 8, 0.5, return_from=-3)], "return_from=-3, which must be a block up to its start, 2"),
+    ([Route(2, 8, 0.5, return_from=-13)], "return_from=-13, which must be a block up to its start"),
+    ([Route(1, 4, 0.5), Route(6, 8, 0.5, return_from=3)], "return_from=3, which lies inside route 1→4"),
+    ([Route(1, 4, 0.5), Route(6, 8, 0.5, return_from=4)], "inside route 1→4"),
 ])
 def test_a_route_that_does_not_fit_is_refused_with_its_numbers(routes, says):
     with pytest.raises(ValueError, match=says) as error:
         resolve_routes(routes, 12)
     assert str(routes[-1]) in str(error.value) and "12 blocks" in str(error.value)
+
+
+def test_a_route_may_return_from_a_block_after_another_route_or_counted_from_the_end():
+    assert resolve_routes([Route(1, 4, 0.5), Route(6, 8, 0.5, return_from=5)], 12)[1].return_from == 5
+    assert resolve_routes([Route(1, 4, 0.5, return_from=-12)], 12)[0].return_from == 0
 
 
 def test_as_few_tokens_are_kept_whatever_selects_them_and_some_settings_select_none():
@@ -94,8 +104,7 @@ def test_l1_reg_blends_noise_and_norm():
         shares.append((ids[:, 0] == x[..., 0].argmax(dim=1)).float().mean().item())
         if l1_reg == 0:
             assert torch.equal(ids, Router().get_mask(x, 0.5, noise))
-    # Of two tokens the norms are brought to 0 and 1, a difference that noise, below 1, does not make up for from
-    # 0.5 on.
+    # Of two tokens the norms are brought to 0 and 1, a difference that noise below 1 does not make up for from 0.5 on.
     assert abs(shares[0] - 0.5) < 0.04 and shares[1] == 1.0 == shares[2]
     x = torch.rand(4000, 3, 1)
     middle = [(Router("l1", l1_reg=l1_reg).get_mask(x, 0.67)[:, 0] == x[..., 0].argmax(dim=1)).float().mean()
@@ -124,9 +133,8 @@ def test_tokens_that_must_be_kept_are_and_no_more_are_kept_for_it(router):
 
 
 def test_a_mask_that_keeps_too_many_tokens_or_has_another_shape_raises_a_one_line_error():
-    with pytest.raises(ValueError,
-                       match="keeps 9 tokens of a sample, but at selection ratio 0.5 only 8 of 16 are kept: lower the "
-                             "ratio to 0.4375"):
+    says = "keeps 9 tokens of a sample, but at selection ratio 0.5 only 8 of 16 are kept: lower the ratio to 0.4375"
+    with pytest.raises(ValueError, match=says):
         router.get_mask(tokens(), 0.5, keep_mask=torch.arange(16).expand(4, 16) < 9)
 
 
@@ -141,13 +149,12 @@ def test_the_ratio_that_an_error_of_a_mask_suggests_works(num_tokens, kept):
 
 def net(routes=(), **kwargs):
     torch.manual_seed(1)
-    return DiT(**{**dict(input_size=8, in_channels=3, hidden_size=32, depth=8, num_heads=2, num_classes=5,
-                         routes=routes,
-                         init="xavier"), **kwargs})
+    return DiT(**dict(input_size=8, in_channels=3, hidden_size=32, depth=8, num_heads=2, num_classes=5, routes=routes,
+                      init="xavier") | kwargs)
 
 
-def batch(size=8):
-    return torch.randn(4, 3, size, size), torch.randn(4), torch.tensor([0, 1, 4, 5])
+def batch():
+    return torch.randn(4, 3, 8, 8), torch.randn(4), torch.tensor([0, 1, 4, 5])
 
 
 def test_the_call_alone_decides_on_routing():
@@ -166,14 +173,6 @@ def test_blocks_inside_a_route_see_only_the_kept_tokens():
         block.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
     model(*batch(), routes=model.routes)
     assert seen == [16, 8, 8, 16, 4, 4, 16, 16]
-
-
-def test_odd_token_counts_and_bfloat16_route():
-    model = net([Route(0, 7, 0.5)], input_size=6)
-    x, t, y = batch(6)
-    assert model(x, t, y, routes=model.routes).shape == x.shape
-    with torch.autocast("cpu", torch.bfloat16):
-        assert model(x, t, y, routes=model.routes).isfinite().all()
 
 
 @pytest.mark.parametrize("route", [Route(-10, 8, 0.5), Route(2, -4, 0.5), Route(2, 99, 0.5), Route(5, 3, 0.5)])
@@ -238,31 +237,16 @@ def test_the_gradient_of_a_token_that_left_reaches_the_block_that_it_returns_fro
     out = []
     model.blocks[5].register_forward_pre_hook(lambda _, args: out.append(args[0]))
     model(*batch(), routes=model.routes, mask_noise=noise)
-    left = torch.ones(4, 16, dtype=torch.bool).scatter_(1, router.get_mask(torch.empty(4, 16, 1), 0.5, noise[:, 0]),
-                                                        False)
+    ids = router.get_mask(torch.empty(4, 16, 1), 0.5, noise[:, 0])
+    left = torch.ones(4, 16, dtype=torch.bool).scatter_(1, ids, False)
     out[0][left].sum().backward()
     assert (inputs[0].grad[left] == 1).all() and not inputs[0].grad[~left].any() and not inputs[1].grad.any()
 
 
-@pytest.mark.parametrize(("routes", "says"), [
-    ([Route(2, 8, 0.5, return_from=3)], r"return_from=3, which must be a block up to its start, 2"),
-    ([Route(2, 8, 0.5, return_from=-3)], r"return_from=-3, which must be a block up to its start, 2"),
-    ([Route(2, 8, 0.5, return_from=-13)], r"return_from=-13, which must be a block up to its start"),
-    ([Route(1, 4, 0.5), Route(6, 8, 0.5, return_from=3)], "return_from=3, which lies inside route 1→4"),
-    ([Route(1, 4, 0.5), Route(6, 8, 0.5, return_from=4)], "inside route 1→4"),
-])
-def test_a_route_that_returns_from_inside_another_route_is_refused(routes, says):
-    with pytest.raises(ValueError, match=says) as error:
-        resolve_routes(routes, 12)
-    assert "12 blocks" in str(error.value)
-    assert resolve_routes([Route(1, 4, 0.5), Route(6, 8, 0.5, return_from=5)], 12)[1].return_from == 5
-    assert resolve_routes([Route(1, 4, 0.5, return_from=-12)], 12)[0].return_from == 0
-
-
 def test_the_default_route_returns_the_very_tensor_that_left():
     before = {0: tokens(), 2: tokens()}
-    assert Route(2, -4, 0.5).returning(before) is before[2] and Route(2, -4, 0.5,
-                                                                      return_from=0).returning(before) is before[0]
+    assert Route(2, -4, 0.5).returning(before) is before[2]
+    assert Route(2, -4, 0.5, return_from=0).returning(before) is before[0]
     assert Route(2, -4, 0.5).plain() == {"start_layer_idx": 2, "end_layer_idx": -4, "selection_ratio": 0.5}
     assert Route(**Route(0, 4, 0.0, 1.0).plain()) == Route(0, 4, 0.0, 1.0, 1.0)
     assert resolve_routes([Route(0, -4, 0.5, 1.0, 0.5)], 12) == (Route(0, 8, 0.5, 1.0, 0.5),)

@@ -22,9 +22,8 @@ TIMINGS = ("img_per_sec", "sec_per_step", "peak_memory_gib", "elapsed_s")
 
 def command(run: Path, data: Path, *overrides) -> list[str]:
     return ["train.py", "experiment=quickstart", f"run_dir={run}", f"data.path={data}", "batch_size=8",
-            "model.hidden_size=32",
-            "model.num_heads=2", "model.depth=6", "samples.every=0", "log.every=3", "checkpoint.every=4", "steps=24",
-            *overrides]
+            "model.hidden_size=32", "model.num_heads=2", "model.depth=6", "samples.every=0", "log.every=3",
+            "checkpoint.every=4", "steps=24", *overrides]
 
 
 def train(run, data, *overrides, **options) -> subprocess.CompletedProcess:
@@ -41,8 +40,8 @@ def train_here(run, data, *overrides) -> SimpleNamespace:
         try:
             run_command(main, *command(run, data, *overrides))
         except SystemExit as stop:
-            code, told = (stop.code, "") if isinstance(stop.code, int) else (1, str(stop.code))
-            stderr.write(told)
+            code, message = (stop.code, "") if isinstance(stop.code, int) else (1, str(stop.code))
+            stderr.write(message)
     AcceleratorState._reset_state(reset_partial_state=True)
     return SimpleNamespace(returncode=code, stdout=stdout.getvalue(), stderr=stderr.getvalue())
 

@@ -19,8 +19,7 @@ from weights.records import build_network
 
 every_block = pytest.mark.parametrize("block", [*BLOCKS, "parallel"])
 RECORD = dict(input_size=8, patch_size=2, in_channels=4, hidden_size=32, depth=3, num_heads=2, num_classes=4,
-              init="xavier",
-              routes=[dict(selection_ratio=0.5, start_layer_idx=1, end_layer_idx=1)])
+              init="xavier", routes=[dict(selection_ratio=0.5, start_layer_idx=1, end_layer_idx=1)])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,8 +42,8 @@ def network(block, **options):
 
 def batch(size=4):
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(size, 4, 8, 8, generator=generator), torch.rand(size,
-                                                                       generator=generator), torch.arange(size) % 5
+    x, t = torch.randn(size, 4, 8, 8, generator=generator), torch.rand(size, generator=generator)
+    return x, t, torch.arange(size) % 5
 
 
 def through_all_blocks(block):
@@ -66,13 +65,12 @@ def through_all_blocks(block):
 
 @every_block
 def test_tokens_on_a_route_come_out_as_if_there_were_no_others_and_those_that_left_unchanged(block):
-    net, seen = through_all_blocks(block)
-    x, t, y = batch()
+    (net, seen), (x, t, y) = through_all_blocks(block), batch()
     net(x, t, y, routes=net.routes)
     assert seen["x_kept"].shape == (4, 10, 32)
     left = torch.ones(4, 16, dtype=torch.bool).scatter_(1, seen["ids_keep"], False)
-    assert torch.equal(seen["rejoined"][left], seen["embedded"][left]) and not torch.equal(seen["rejoined"][~left],
-                                                                                           seen["embedded"][~left])
+    assert torch.equal(seen["rejoined"][left], seen["embedded"][left])
+    assert not torch.equal(seen["rejoined"][~left], seen["embedded"][~left])
     c, weights = net.t_embedder(t) + net.y_embedder(y), list(net.blocks.parameters())
     for b, ids in enumerate(seen["ids_keep"]):  # each sample by itself, in a sequence of its kept tokens
         alone = seen["embedded"][b : b + 1, ids]
@@ -140,10 +138,10 @@ def test_each_number_of_tokens_is_one_graph_and_is_not_compiled_again(block, fre
 
 
 def test_the_example_of_a_custom_block_trains_by_its_command(shapes, tmp_path):
-    line = ["examples/custom_block.py",
-            *command(tmp_path / "run", shapes, "steps=2", "model.backbone_type=Parallel-S/2")[1:]]
-    ended = subprocess.run([sys.executable, *line], cwd=ROOT, capture_output=True,
-                           text=True)  # not forked: it is known before train.py is
+    settings = command(tmp_path / "run", shapes, "steps=2", "model.backbone_type=Parallel-S/2")[1:]
+    # Not forked, as it is known before train.py is.
+    ended = subprocess.run([sys.executable, "examples/custom_block.py", *settings], cwd=ROOT, capture_output=True,
+                           text=True)
     assert ended.returncode == 0, ended.stderr
     trained = load_trained(tmp_path / "run")
     assert type(trained.net.blocks[0]).__name__ == "ParallelBlock" and trained.step == 2

@@ -43,8 +43,7 @@ def scan_inputs(num_tokens=11):
     torch.manual_seed(0)
     batch, G, H, P, S = 2, 2, 3, 4, 5
     return (torch.randn(batch, num_tokens, G, H, P), F.softplus(torch.randn(batch, num_tokens, G, H) - 1),
-            -16 * torch.rand(G, H),
-            torch.randn(batch, num_tokens, G, S), torch.randn(batch, num_tokens, G, S))
+            -16 * torch.rand(G, H), torch.randn(batch, num_tokens, G, S), torch.randn(batch, num_tokens, G, S))
 
 
 def wkv_loop(k, v, decay, bonus):
@@ -100,8 +99,8 @@ def rwkv_loop(block, x, positions, modulated):
     shifted = shift_loop(h, positions, block.grid_size)
     k, v, r = (linear(layer, h, shifted, spatial.mix[i])
                for i, layer in enumerate((spatial.key, spatial.value, spatial.receptance)))
-    x = x + gate * ((r.sigmoid() * wkv_loop(k[None], v[None], spatial.decay,
-                                            spatial.bonus)[0]) @ spatial.output.weight.T)
+    mixed = wkv_loop(k[None], v[None], spatial.decay, spatial.bonus)[0]
+    x = x + gate * ((r.sigmoid() * mixed) @ spatial.output.weight.T)
     h, gate = modulated(x, 1)
     shifted = shift_loop(h, positions, block.grid_size)
     k, r = (linear(layer, h, shifted, channel.mix[i]) for i, layer in enumerate((channel.key, channel.receptance)))
@@ -125,9 +124,8 @@ def block_loop(block, x, c, positions):
 def tiny(block, **options):
     """A network of 4 × 4 tokens, every parameter at random."""
     torch.manual_seed(0)
-    net = DiT(**{**dict(input_size=8, in_channels=3, hidden_size=32, depth=3, num_heads=4, num_classes=5, init="xavier",
-                        block=block),
-                 **options})
+    net = DiT(**dict(input_size=8, in_channels=3, hidden_size=32, depth=3, num_heads=4, num_classes=5, init="xavier",
+                     block=block) | options)
     for parameter in net.parameters():
         parameter.data += 0.05 * torch.randn(parameter.shape)
     return net
@@ -136,12 +134,6 @@ def tiny(block, **options):
 def batch(size=2):
     torch.manual_seed(1)
     return torch.randn(size, 3, 8, 8), torch.randn(size), torch.arange(size)
-
-
-def test_the_selective_scan_is_the_recurrence_forward_and_backward():
-    for found, expected in zip(gradients(mamba.selective_scan, *scan_inputs()), gradients(scan_loop, *scan_inputs()),
-                               strict=True):
-        assert close(found, expected)
 
 
 @pytest.mark.parametrize("decay", [-40.0, 0.0, 40.0])
@@ -162,8 +154,7 @@ def kernel_by_loop(monkeypatch):
         per_group = u.shape[1] // B.shape[1]
         state, outs = torch.zeros(*u.shape[:2], A.shape[1]), []
         for t in range(u.shape[2]):
-            b, c = (each[..., t].repeat_interleave(per_group, dim=1)
-                    for each in (B, C))          # (batch, channels, state)
+            b, c = (each[..., t].repeat_interleave(per_group, dim=1) for each in (B, C))    # (batch, channels, state)
             state = (delta[..., t, None] * A).exp() * state + (delta[..., t] * u[..., t]).unsqueeze(-1) * b
             outs.append((state * c).sum(-1))
         return torch.stack(outs, dim=-1)
@@ -175,9 +166,10 @@ def kernel_by_loop(monkeypatch):
     monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
-def test_the_kernel_gets_the_arguments_that_it_expects(kernel_by_loop):
-    for found, expected in zip(gradients(mamba.scan_by_kernel, *scan_inputs()), gradients(scan_loop, *scan_inputs()),
-                               strict=True):
+@pytest.mark.parametrize("scan", [mamba.selective_scan, mamba.scan_by_kernel])
+def test_the_selective_scan_is_the_recurrence_forward_and_backward(scan, kernel_by_loop):
+    """So the kernel gets the arguments that it expects."""
+    for found, expected in zip(gradients(scan, *scan_inputs()), gradients(scan_loop, *scan_inputs()), strict=True):
         assert close(found, expected)
 
 
@@ -193,8 +185,8 @@ def test_mamba_ssms_kernel_is_the_plain_scan():
 def test_the_scan_is_the_published_one():
     case = PUBLISHED["selective_scan"]
     batch, K, G, H, P, S = (case[key] for key in ("batch", "tokens", "groups", "heads", "channels", "state"))
-    x, dt, A = wave((batch, G, H, P, K), 0), wave((batch, G, H, P, K), 1).exp()[:, :, :, 0], -wave((G, H, P, S),
-                                                                                                   2).exp()[:, :, 0, 0]
+    x, dt = wave((batch, G, H, P, K), 0), wave((batch, G, H, P, K), 1).exp()[:, :, :, 0]
+    A = -wave((G, H, P, S), 2).exp()[:, :, 0, 0]
     B, C = (wave((batch, G, S, K), k) for k in (3, 4))
     inputs = x.permute(0, 4, 1, 2, 3), dt.permute(0, 3, 1, 2), A, B.permute(0, 3, 1, 2), C.permute(0, 3, 1, 2)
     assert_equal(mamba.selective_scan(*inputs).permute(0, 2, 3, 4, 1), case["out"])

@@ -6,54 +6,25 @@ import numpy as np
 import pytest
 import torch
 from conftest import change_record
+from test_objectives import ROUTED, batch, loss_of, objective_of, plain_loss, published_loss, with_places
 from test_published_parity import TINY, fill, published, wave
 from training_runs import assert_resumes, end_of, rows, trained
 
 from dit import DiT
-from edm import EDM
-from objectives import DiffusionLoss, trained_parameters
+from objectives import build_objective, trained_parameters
 from objectives.alignment import MLP, Alignment, normalised
 from rf import RF
-from routing_module import Route
 from training.speed import compile_blocks
 from weights import checkpoint as checkpoints
 
 PUBLISHED = published("alignment")
-SHAPES = {"teacher": (16, 12)}
-ROUTED = [Route(1, 2, 0.5)]
 
 
-def network(routes=ROUTED, depth=4):
-    torch.manual_seed(2)
-    return DiT(input_size=8, in_channels=3, hidden_size=32, depth=depth, num_heads=2, num_classes=5, init="xavier",
-               routes=routes)
-
-
-def aligned(routes=ROUTED, shapes=SHAPES, depth=4, **settings) -> Alignment:
-    return Alignment(DiffusionLoss(network(routes, depth), EDM(), array_shapes=shapes), **settings)
-
-
-def batch(seed=3):
-    generator = torch.Generator().manual_seed(seed)
-    x, teacher = (torch.randn(shape, generator=generator) for shape in ((4, 3, 8, 8), (4, 16, 12)))
-    return x, torch.arange(4), (teacher + 2).half()
-
-
-def loss_of(objective, **how):
-    """The loss of each sample and its terms, with the draws of a seed, as in a step."""
-    x, y, teacher = batch()
-    torch.manual_seed(5)
-    return objective(x, y, **(how or {"teacher": teacher}))
+def aligned(routes=ROUTED, **settings) -> Alignment:
+    return objective_of("alignment", routes, **settings)
 
 
 # ---- the published codes --------------------------------------------------------------------------------------------
-
-
-class Fixed(RF):
-    """Flow matching whose noise is given."""
-
-    def draw(self, x):
-        return torch.tensor(PUBLISHED["t"]), wave(PUBLISHED["shape"], 1, 1.4)
 
 
 TEACHER = wave((3, 16, 24), 5) + 0.4 * wave((24,), 6)
@@ -62,10 +33,10 @@ TEACHER = wave((3, 16, 24), 5) + 0.4 * wave((24,), 6)
 @pytest.mark.parametrize("case", PUBLISHED["cases"], ids=lambda case: case["name"])
 def test_loss_and_gradient_equal_those_of_repa_and_irepa(case):
     net = fill(DiT(**TINY))
-    objective = Alignment(DiffusionLoss(net, Fixed(), array_shapes={"teacher": (16, 24)}), blocks=[1],
-                          **case["settings"])
+    objective = build_objective(net, RF(), {"alignment": {"blocks": [1], **case["settings"]}},
+                                array_shapes={"teacher": (16, 24)})
     fill(objective.projector)
-    loss, terms = objective(wave(PUBLISHED["shape"], amplitude=0.7), torch.tensor(PUBLISHED["y"]), teacher=TEACHER)
+    loss, terms = published_loss(objective, PUBLISHED, teacher=TEACHER)
     alignment = terms["alignment"].mean()
     assert alignment.item() == pytest.approx(case["alignment"], abs=1e-5)
     expected = torch.tensor(case["denoising"]) + case["settings"]["weight"] * terms["alignment"]
@@ -95,45 +66,28 @@ def plainly(objective, teacher, taken, positions) -> torch.Tensor:
     return torch.stack(values)
 
 
-def with_places(objective) -> dict:
-    """What each block returned and where its tokens lie, as a second pair of eyes sees it."""
-    seen = {}
-    for i, block in enumerate(objective.net.blocks):
-        block.register_forward_hook(lambda _, args, output, i=i: seen.update({i: (output, args[2])}))
-    return seen
-
-
 @pytest.mark.parametrize(("block", "kept"), [(0, 16), (1, 8), (2, 8), (3, 16)])
 def test_tokens_are_compared_with_the_teachers_at_their_positions_and_on_a_route_only_the_kept_ones(block, kept):
     objective = aligned(blocks=[block], weight=0.7)
     seen = with_places(objective)
     loss, terms = loss_of(objective)
-    _, _, teacher = batch()
     tokens, positions = seen[block]
     assert tokens.shape[1] == kept == len(positions[0])
-    torch.testing.assert_close(terms["alignment"], plainly(objective, teacher, tokens, positions))
-    plain, _ = plain_loss()
-    torch.testing.assert_close(loss, plain + 0.7 * terms["alignment"])
+    torch.testing.assert_close(terms["alignment"], plainly(objective, batch()[2], tokens, positions))
+    torch.testing.assert_close(loss, plain_loss(ROUTED) + 0.7 * terms["alignment"])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_under_autocast_the_angle_and_its_mean_are_computed_in_float32(dtype):
-    objective = aligned(blocks=[1])
+    objective, seen, teacher = aligned(blocks=[1]), {}, batch()[2].to(dtype)
     objective.projector.register_forward_hook(lambda _, args, output: seen.update(tokens=output))
-    seen = {}
     with torch.autocast("cpu", torch.bfloat16):
-        loss, terms = loss_of(objective, teacher=batch()[2].to(dtype))
+        loss, terms = loss_of(objective, teacher=teacher)
     _, positions = objective.hidden[1]
-    target = torch.take_along_dim(batch()[2].to(dtype), positions.unsqueeze(-1), dim=1).double()
+    target = torch.take_along_dim(teacher, positions.unsqueeze(-1), dim=1).double()
     exact = -torch.nn.functional.cosine_similarity(seen["tokens"].double(), target, dim=-1).mean(dim=1)
     assert seen["tokens"].dtype == torch.bfloat16 and loss.dtype == terms["alignment"].dtype == torch.float32
     torch.testing.assert_close(terms["alignment"].double(), exact, rtol=0, atol=1e-6)  # of bfloat16 it would be 1e-3
-
-
-def plain_loss(routes=ROUTED):
-    (x, y, _), objective = batch(), DiffusionLoss(network(routes), EDM())
-    torch.manual_seed(5)
-    return objective(x, y)
 
 
 def test_the_subtracted_mean_is_that_of_the_complete_grid():
@@ -157,11 +111,6 @@ def test_several_blocks_share_one_projector_and_their_mean_counts():
     assert len(trained_parameters(together)) == len(trained_parameters(one))
 
 
-@pytest.mark.parametrize(("depth", "block"), [(28, 7), (24, 7), (12, 3), (6, 1), (2, 0)])
-def test_the_default_block_is_the_eighth_or_at_a_third_of_the_depth(depth, block):
-    assert aligned([], depth=depth).blocks == [block]
-
-
 # ---- where it is off ------------------------------------------------------------------------------------------------
 
 
@@ -171,8 +120,7 @@ def gradients(objective, **how) -> dict[str, torch.Tensor]:
 
 
 def test_the_end_step_is_the_first_without_alignment():
-    objective = aligned(blocks=[1], end_step=3)
-    plain, _ = plain_loss()
+    objective, plain = aligned(blocks=[1], end_step=3), plain_loss(ROUTED)
     for step, on in ((0, True), (2, True), (3, False), (4, False)):
         objective.step = step
         loss, terms = loss_of(objective)
@@ -219,14 +167,6 @@ def test_a_run_whose_loss_falls_below_zero_is_sound_and_resumes(taught, tmp_path
                 f"steps={steps}", "checkpoint.every=1")
     assert rows(tmp_path)[-1]["loss"] < 0 and rows(tmp_path)[-1]["step"] == 8
     assert all(checkpoints.is_sound(folder) for folder in checkpoints.all_steps(tmp_path))
-
-
-@pytest.mark.parametrize(("settings", "says"), [
-    ({"shapes": {"teacher": (12, 4, 4)}}, r"rows of shape \(12, 4, 4\)"),
-])
-def test_settings_and_arrays_that_do_not_fit_raise_a_one_line_error(settings, says):
-    with pytest.raises(ValueError, match=says):
-        aligned(**settings)
 
 
 def test_a_convolution_projects_the_grid_of_blocks_on_no_route():

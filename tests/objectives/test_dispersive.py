@@ -1,6 +1,4 @@
-"""Dispersive loss: its closed form and gradient, pooled and token by token, which images it sees, and what is refused.
-
-"""
+"""Dispersive loss: its closed form and gradient, pooled and token by token, and which images it compares."""
 
 import itertools
 import json
@@ -9,28 +7,13 @@ from functools import partial
 
 import pytest
 import torch
-from test_alignment import batch, network, plain_loss, with_places
+from test_objectives import ROUTED, batch, loss_of, objective_of, plain_loss, with_places
 from test_sharding import SMALL, all_well, losses, on_ranks, tensors_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_runs import command, rows
 
-from edm import EDM
-from objectives import DiffusionLoss
 from objectives.dispersive import Dispersive
-from routing_module import Route
 from weights import checkpoint as checkpoints
-
-ROUTED = [Route(1, 2, 0.5)]
-
-
-def of(routes=(), depth=4, **settings) -> Dispersive:
-    return Dispersive(DiffusionLoss(network(routes, depth), EDM()), **settings)
-
-
-def loss_of(objective, count=4):
-    x, y, _ = batch()
-    torch.manual_seed(5)
-    return objective(x[:count], y[:count])
 
 
 def closed_form(z, temperature=0.5):
@@ -45,14 +28,14 @@ def closed_form(z, temperature=0.5):
     (ROUTED, dict(block=-1, pooled=True, temperature=2, weight=0.1)),
 ], ids=["dense", "before the route", "pooled inside", "pooled after"])  # fmt: skip
 def test_the_term_is_the_closed_form_over_the_images_of_a_call(routes, settings):
-    objective = of(routes, **settings)
+    objective = objective_of("dispersive", routes, **settings)
     seen = with_places(objective)
     loss, terms = loss_of(objective)
     tokens = seen[objective.block % 4][0].detach()
     z = tokens.mean(dim=1) if objective.pooled else tokens.flatten(1)
     expected = closed_form(z, settings.get("temperature", 0.5))
     assert terms["dispersive"].tolist() == pytest.approx([expected] * 4, abs=1e-5) and expected < -0.05
-    torch.testing.assert_close(loss, plain_loss(routes)[0] + settings.get("weight", 0.5) * terms["dispersive"])
+    torch.testing.assert_close(loss, plain_loss(routes) + settings.get("weight", 0.5) * terms["dispersive"])
 
 
 def test_its_gradient_is_that_of_the_differences_also_far_from_zero_and_under_autocast():
@@ -60,7 +43,7 @@ def test_its_gradient_is_that_of_the_differences_also_far_from_zero_and_under_au
     for offset in (0, 100):
         ours, plain = (z + offset).requires_grad_(), (z + offset).double().requires_grad_()
         with torch.autocast("cpu", torch.bfloat16):
-            term = of().dispersion(ours)
+            term = objective_of("dispersive").dispersion(ours)
         term.backward()
         similarities = -(plain[:, None] - plain[None]).square().mean(dim=2) / 0.5
         similarities.exp().mean().log().backward()
@@ -87,7 +70,7 @@ def test_its_products_are_in_float32_without_tf32_in_both_passes():
     torch.set_float32_matmul_precision("high")
     try:
         with Products() as products, torch.autocast("cpu", torch.bfloat16):
-            of().dispersion(z).backward()
+            objective_of("dispersive").dispersion(z).backward()
         assert products.seen == 2 * [(torch.float32, "highest")] and torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision("highest")
@@ -96,29 +79,15 @@ def test_its_products_are_in_float32_without_tf32_in_both_passes():
 def test_images_that_are_equal_or_far_apart_have_finite_gradients():
     for z, value in ((torch.ones(3, 5), 0), (1e3 * torch.eye(3), -math.log(3))):
         z.requires_grad_()
-        term = of().dispersion(z)
+        term = objective_of("dispersive").dispersion(z)
         term.backward()
         assert term.item() == pytest.approx(value, abs=1e-6) and z.grad.isfinite().all()
 
 
-@pytest.mark.parametrize(("depth", "block"), [(28, 6), (24, 5), (12, 2), (2, 0)])
-def test_the_default_block_is_the_last_of_the_first_quarter(depth, block):
-    objective = of(depth=depth)
-    assert (objective.block, objective.weight, objective.temperature) == (block, 0.5, 0.5)
-
-
-@pytest.mark.parametrize(("routes", "settings", "says"), [
-    ([], dict(block=4), "Block 4 is not in this network"),
-    (ROUTED, dict(block=-2), "block -2 lies on route 1→2 .*pooled=true"),
-])  # fmt: skip
-def test_settings_that_do_not_fit_raise_a_one_line_error(routes, settings, says):
-    with pytest.raises(ValueError, match=says):
-        of(routes, **settings)
-
-
 def test_a_part_of_one_image_raises_a_one_line_error():
+    x, y, _ = batch()
     with pytest.raises(ValueError, match="part of the batch is only one: raise batch_size"):
-        loss_of(of(), count=1)
+        objective_of("dispersive")(x[:1], y[:1])
 
 
 def tell_terms(folder, rank: int) -> None:

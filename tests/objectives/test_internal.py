@@ -8,6 +8,7 @@ import torch
 from closed_forms import amplitude_of, wave
 from conftest import run_command
 from safetensors.torch import load_file
+from test_objectives import published_loss
 from test_published_parity import CountedNoise, assert_equal, published
 from training_runs import trained
 
@@ -50,6 +51,10 @@ def filled_as_theirs() -> DiT:
     return net.eval()
 
 
+def by_head(scale, **changes) -> Guidance:
+    return Guidance(scale, **{"drop_label": False, "internal": True, **changes})
+
+
 def batch(n=3):
     generator = torch.Generator().manual_seed(1)
     return torch.randn(n, 4, 8, 8, generator=generator), torch.arange(n) * 3 % 10
@@ -63,21 +68,16 @@ def test_both_outputs_and_both_losses_equal_the_published_implementations():
     net, shape, y = filled_as_theirs(), THEIRS["shape"], torch.tensor(THEIRS["y"])
     assert_equal(net(wave(shape, amplitude=1.4), torch.tensor(THEIRS["t"]), y), THEIRS["out"])
     assert_equal(net.internal_head.answer(), THEIRS["internal_out"])
-    objective = Internal(DiffusionLoss(net, RF("uniform")))
-    objective.diffusion.draw = lambda x: (torch.tensor(THEIRS["t"]), wave(shape, 1, 1.4))
-    loss, terms = objective(wave(shape, amplitude=0.7), y)
+    loss, terms = published_loss(Internal(DiffusionLoss(net, RF())), THEIRS)
     assert terms["internal"].tolist() == pytest.approx(THEIRS["internal_loss"], abs=1e-5)
-    assert loss.tolist() == pytest.approx([own + 0.5 * internal
-                                           for own, internal in zip(THEIRS["loss"], THEIRS["internal_loss"],
-                                                                    strict=True)], abs=1e-5)
+    torch.testing.assert_close(loss, torch.tensor(THEIRS["loss"]) + 0.5 * terms["internal"], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("scale", THEIRS["sampled"]["latents"])
 def test_samples_of_internal_guidance_equal_the_published_implementations(scale):
-    case, guidance = THEIRS["sampled"], Guidance(float(scale), drop_label=False, internal=True)
+    case = THEIRS["sampled"]
     x = RF().sample(filled_as_theirs(), wave((2, 4, 8, 8), 2, 1.4), torch.tensor(case["y"]), case["num_steps"],
-                    solver="euler_maruyama",
-                    guidance=guidance, randn_like=CountedNoise())
+                    solver="euler_maruyama", guidance=by_head(float(scale)), randn_like=CountedNoise())
     assert_equal(x, case["latents"][scale])
 
 
@@ -86,10 +86,9 @@ def test_the_head_starts_at_zero_and_the_network_around_it_as_without_one():
     torch.manual_seed(0)
     plain = build_network(TINY | {"init": "xavier"}).state_dict()
     assert all(torch.equal(net.state_dict()[key], value) for key, value in plain.items())
-    heads = {key: value for key, value in net.state_dict().items() if key not in plain}
-    assert {key.removeprefix("internal_head.") for key in heads} == {key.removeprefix("final_layer_xr.")
-                                                                     for key in THEIRS["zero"]}
-    assert all((value == 0).all() for value in heads.values())
+    head = net.internal_head.state_dict()
+    assert head.keys() == {key.removeprefix("final_layer_xr.") for key in THEIRS["zero"]}
+    assert len(net.state_dict()) == len(plain) + len(head) and not any(value.any() for value in head.values())
 
 
 # ---- on a route ------------------------------------------------------------------------------------------------------
@@ -101,24 +100,24 @@ def test_on_a_route_the_head_predicts_the_kept_tokens_and_its_loss_is_their_mean
     objective, ids, seen = Internal(DiffusionLoss(net, diffusion), weight=0.25), [], []
     get_mask, loss_of = net.router.get_mask, diffusion.loss
     net.router.get_mask = lambda *given: ids.append(get_mask(*given)) or ids[-1]
-    diffusion.loss = lambda network, *given, weight, **how: seen.append((network, given, weight)) or loss_of(network,
-            *given, weight=weight, **how)
+    diffusion.loss = lambda network, *given, weight, **how: (
+        seen.append((network, given, weight)) or loss_of(network, *given, weight=weight, **how))
     mask = torch.rand(4, 1, 8, 8)
     loss, terms = objective(x, y, weight=mask)
     del diffusion.loss
-    stayed = torch.zeros(4, 16).scatter(1, ids[0], 1.0).view(4, 1, 4, 4).repeat_interleave(2, 2).repeat_interleave(2, 3)
+    kept = torch.zeros(4, 16).scatter(1, ids[0], 1.0)
+    pixels = kept.view(4, 1, 4, 4).repeat_interleave(2, 2).repeat_interleave(2, 3)
     image = net.internal_head.answer()
-    assert (image * (1 - stayed) == 0).all() and (image * stayed != 0).any()
-    # The same noise levels and noise; by the pixel, over those that stayed.
+    assert (image * (1 - pixels) == 0).all() and (image * pixels != 0).any()
+    # The same noise levels and noise; by the pixel, over those that were kept.
     (own, (*_, level, eps), weight), (_, (*_, level2, eps2), _) = seen
     assert own is net and torch.equal(level, level2) and torch.equal(eps, eps2) and torch.equal(weight, mask)
     per_pixel = torch.stack([loss_of(lambda *_, **__: image, x, y, (), level, eps,
                                      weight=mask * 64 * pixel.view(1, 1, 8, 8))
                              for pixel in torch.eye(64)], dim=1)                                       # (4, 64)
-    torch.testing.assert_close(terms["internal"], (per_pixel * stayed.flatten(1)).sum(1) / stayed.flatten(1).sum(1))
-    torch.testing.assert_close(loss - 0.25 * terms["internal"], loss_of(net, x, y, net.routes, level, eps, weight=mask,
-                                                                        mask_noise=torch.ones(4, 1, 16).scatter(2,
-                                                                                ids[0][:, None], 0.0)))
+    torch.testing.assert_close(terms["internal"], (per_pixel * pixels.flatten(1)).sum(1) / pixels.flatten(1).sum(1))
+    torch.testing.assert_close(loss - 0.25 * terms["internal"], loss_of(
+        net, x, y, net.routes, level, eps, weight=mask, mask_noise=1 - kept[:, None]))
 
 
 def test_the_head_learns_and_teaches_the_blocks_before_it_alone():
@@ -152,29 +151,25 @@ def test_internal_guidance_works_with_every_sampler_at_one_pass_an_evaluation(di
     counter = net.register_forward_pre_hook(lambda _, given: passes.append(given[2].tolist()))
     draw = partial(diffusion.sample, net, noise, y, 4, randn_like=torch.zeros_like, **settings)
     plain, taken = draw(), len(passes)
-    guided = draw(guidance=Guidance(1.4, drop_label=False, internal=True))
+    guided = draw(guidance=by_head(1.4))
     assert len(passes) == 2 * taken and all(labels == y.tolist() for labels in passes)
-    assert torch.equal(draw(guidance=Guidance(1.0, drop_label=False, internal=True)),
-                       plain) and not torch.allclose(guided, plain, atol=1e-3)
+    assert torch.equal(draw(guidance=by_head(1.0)), plain) and not torch.allclose(guided, plain, atol=1e-3)
     counter.remove()
-    guidance = Guidance(1.4, drop_label=False, internal=True)
-    assert sampling_cost(net, diffusion, 4, guidance, **settings) == sampling_cost(net, diffusion, 4, **settings)
+    assert sampling_cost(net, diffusion, 4, by_head(1.4), **settings) == sampling_cost(net, diffusion, 4, **settings)
     assert sampling_cost(net, diffusion, 4, **settings)[0] == taken
 
 
 @torch.no_grad()
 def test_the_weak_prediction_is_the_heads_through_the_diffusions_own_preconditioning():
     net, (x, y), sigma = awake(with_head()), batch(), torch.full((3,), 0.7)
-    guided = Guidance(1.7, drop_label=False, internal=True).guide(EDM().denoise, net, x, y, 4)(x, 0.7, 0)
+    guided = by_head(1.7).guide(EDM().denoise, net, x, y, 4)(x, 0.7, 0)
     strong, image = EDM().denoise(net, x, sigma, y), net.internal_head.answer()
     c_skip, c_out, *_ = EDM().preconditioning(sigma.view(-1, 1, 1, 1))
     weak = c_skip * x + c_out * image
     torch.testing.assert_close(guided, weak + 1.7 * (strong - weak))
-    outside = Guidance(1.7, drop_label=False, internal=True, interval=(1.0, 2.0)).guide(EDM().denoise, net, x, y, 4)(x,
-            0.7, 0)
+    outside = by_head(1.7, interval=(1.0, 2.0)).guide(EDM().denoise, net, x, y, 4)(x, 0.7, 0)
     assert torch.equal(outside, strong)
-    assert Guidance(1.7, drop_label=False,
-                    internal=True).record()["internal"] and "internal" not in Guidance(1.7).record()
+    assert by_head(1.7).record()["internal"] and "internal" not in Guidance(1.7).record()
 
 
 @pytest.mark.parametrize(("wrong", "says"), [
@@ -183,7 +178,7 @@ def test_the_weak_prediction_is_the_heads_through_the_diffusions_own_preconditio
 ])
 def test_guidance_that_would_need_another_pass_raises_a_one_line_error(wrong, says):
     with pytest.raises(ValueError, match=says):
-        Guidance(1.4, **{"drop_label": False, "internal": True} | wrong)
+        by_head(1.4, **wrong)
 
 
 # ---- a run -----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Objectives: version 1's loss, the custom loss of the page, what is trained with it, hidden states."""
+"""Objectives: what holds for all, version 1's loss, the losses of the page, what is trained, hidden states."""
 
 import re
 from functools import partial
@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from conftest import ROOT
+from test_published_parity import wave
 from training_runs import assert_resumes, end_of, rows, train_here, trained
 
 import objectives
@@ -19,6 +20,87 @@ from routing_module import Route, Router
 from training.speed import compile_blocks
 from weights import checkpoint as checkpoints
 from weights import lora as adapters
+
+ROUTED = [Route(1, 2, 0.5)]
+
+
+# ---- what the tests of all objectives share -------------------------------------------------------------------------
+
+
+def objective_of(name, routes=(), depth=4, shapes=None, **settings):
+    """An objective around EDM's loss of a small network, with a teacher's tokens or the arrays of `shapes`."""
+    return build_objective(network(routes, depth), EDM(), {name: settings},
+                           array_shapes=shapes or {"teacher": (16, 12)})
+
+
+def network(routes=(), depth=4):
+    torch.manual_seed(2)
+    return DiT(input_size=8, in_channels=3, hidden_size=32, depth=depth, num_heads=2, num_classes=5, init="xavier",
+               routes=routes)
+
+
+def batch():
+    generator = torch.Generator().manual_seed(3)
+    x, teacher = (torch.randn(shape, generator=generator) for shape in ((4, 3, 8, 8), (4, 16, 12)))
+    return x, torch.arange(4), (teacher + 2).half()
+
+
+def loss_of(objective, **arrays):
+    """The loss of each sample and its terms, with the draws of a seed, as in a step."""
+    x, y, teacher = batch()
+    torch.manual_seed(5)
+    return objective(x, y, **(arrays or dict.fromkeys(objective.own_arrays, teacher)))
+
+
+def plain_loss(routes=()):
+    (x, y, _), objective = batch(), DiffusionLoss(network(routes), EDM())
+    torch.manual_seed(5)
+    return objective(x, y)[0]
+
+
+def published_loss(objective, theirs, **arrays):
+    """The loss of each sample and its terms on the published side's inputs, noise levels and noise."""
+    objective.diffusion.draw = lambda x: (torch.tensor(theirs["t"]), wave(theirs["shape"], 1, 1.4))
+    return objective(wave(theirs["shape"], amplitude=0.7), torch.tensor(theirs["y"]), **arrays)
+
+
+def with_places(objective) -> dict:
+    """What each block returned and where its tokens lie, as a second pair of eyes sees it."""
+    seen = {}
+    for i, block in enumerate(objective.net.blocks):
+        block.register_forward_hook(lambda _, args, output, i=i: seen.update({i: (output, args[2])}))
+    return seen
+
+
+# ---- what holds for all ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("depth", "aligned", "dispersed", "synced"), [
+    (28, 7, 6, (7, 15)), (24, 7, 5, (7, 15)), (12, 3, 2, (3, 7)), (6, 1, 0, (1, 3)), (2, 0, 0, (0, 1))])
+def test_the_default_blocks_are_the_papers_or_at_their_share_of_the_depth(depth, aligned, dispersed, synced):
+    dispersive, sync = (objective_of(name, depth=depth) for name in ("dispersive", "layer_sync"))
+    assert objective_of("alignment", depth=depth).blocks == [aligned]
+    assert (dispersive.block, dispersive.weight, dispersive.temperature) == (dispersed, 0.5, 0.5)
+    assert (sync.block, sync.deeper, sync.weight) == (*synced, 0.2)
+
+
+@pytest.mark.parametrize(("name", "routes", "settings", "says"), [
+    ("version2", [], {}, "there is no objectives/version2.py; choose one of"),
+    ("alignment", [], dict(shapes={"teacher": (12, 4, 4)}), r"rows of shape \(12, 4, 4\)"),
+    ("dispersive", [], dict(block=4), "Block 4 is not in this network, which has 4 blocks"),
+    ("dispersive", ROUTED, dict(block=-2), "block -2 lies on route 1→2 .*pooled=true"),
+    ("layer_sync", [], dict(block=2, deeper=2), "deeper=2 does not come after block=2"),
+    ("layer_sync", [], dict(block=-1), "does not come after block=-1"),
+    ("layer_sync", [], dict(deeper=9), "Block 9 is not in this network"),
+    ("layer_sync", [Route(0, 1, 0.5), Route(2, 3, 0.5)], dict(block=1, deeper=2),
+     "block 1 lies on route 0→1 .* and block 2 on 2→3"),
+])
+def test_settings_and_arrays_that_do_not_fit_raise_a_one_line_error(name, routes, settings, says):
+    with pytest.raises(ValueError, match=says):
+        objective_of(name, routes, **settings)
+
+
+# ---- version 1 ------------------------------------------------------------------------------------------------------
 
 
 def routed_net():
@@ -51,8 +133,8 @@ def loss_and_output_gradient(loss_of, net, mask_noise, weight=1.0, **how):
 def stays(noise, ratio):
     """Which pixels belong to patches that stay: (B, 1, 8, 8) bool for patches of side 2."""
     ids = Router().get_mask(torch.empty(4, 16, 1), ratio, noise)
-    return torch.zeros(4, 16, dtype=torch.bool).scatter(1, ids, True).view(4, 1, 4, 4).repeat_interleave(2,
-            2).repeat_interleave(2, 3)
+    kept = torch.zeros(4, 16, dtype=torch.bool).scatter(1, ids, True)
+    return kept.view(4, 1, 4, 4).repeat_interleave(2, 2).repeat_interleave(2, 3)
 
 
 def test_the_loss_of_version_1_covers_the_patches_of_kept_tokens():
@@ -70,8 +152,8 @@ def test_version_1_hands_the_network_the_masks_that_its_loss_counts():
     net, handed = routed_net(), []
     net.register_forward_pre_hook(lambda _, args, kwargs: handed.append(kwargs["mask_noise"]), with_kwargs=True)
     objective = Version1(DiffusionLoss(net, EDM()))
-    objective.loss = lambda x, y, weight, mask_noise, loss=objective.loss: handed.append(mask_noise) or loss(x, y,
-            weight, mask_noise)
+    objective.loss = lambda x, y, weight, mask_noise, loss=objective.loss: (
+        handed.append(mask_noise) or loss(x, y, weight, mask_noise))
     objective(torch.randn(4, 3, 8, 8), torch.arange(4))
     assert torch.equal(*handed) and handed[0].shape == (4, 2, 16)
 
@@ -94,14 +176,6 @@ def test_a_masked_loss_has_no_gradient_where_the_mask_is_zero_and_all_of_it_wher
     torch.testing.assert_close(masked[..., 4:], gradient[..., 4:])
     ones, _ = loss_and_output_gradient(loss_of(net), net, noise, torch.ones(4, 1, 1, 1))
     assert torch.equal(ones, loss) and (masked_loss < loss).all()
-
-
-@pytest.mark.parametrize(("parts", "says"), [
-    ({"version2": {}}, "there is no objectives/version2.py; choose one of"),
-])
-def test_impossible_objectives_are_refused(parts, says):
-    with pytest.raises(ValueError, match=says):
-        build_objective(routed_net(), EDM(), parts)
 
 
 def test_version_1_replaces_the_plain_loss_and_comes_first():
@@ -165,8 +239,8 @@ def test_the_pages_loss_on_the_prediction_trains_and_is_edms_own_where_errors_ar
     assert all(0 < row["loss"] < 9 for row in rows(tmp_path / "run"))
     net, (x, y) = routed_net(), (0.1 * torch.randn(4, 3, 8, 8), torch.arange(4))
     own, losses = DiffusionLoss(net, EDM(), keep_masked=True), {}  # which draws the masks first, too
-    for name, objective in {"edm": own,
-                            **{delta: objectives.class_of("huber")(own, delta) for delta in (1e3, 1e-3)}}.items():
+    huber = {delta: objectives.class_of("huber")(own, delta) for delta in (1e3, 1e-3)}
+    for name, objective in {"edm": own, **huber}.items():
         torch.manual_seed(0)
         losses[name], _ = objective(x, y, weight=torch.zeros(4, 1, 8, 8) + 0.4)
     torch.testing.assert_close(2 * losses[1e3], losses["edm"])
@@ -174,15 +248,13 @@ def test_the_pages_loss_on_the_prediction_trains_and_is_edms_own_where_errors_ar
 
 
 def test_frozen_weights_are_neither_saved_nor_treated_as_an_adapter_and_a_nan_skips_the_step(shapes, tmp_path):
-    runs = {"good": "-1", "bad": "2"}
-    for name, bad in runs.items():
-        assert train_here(tmp_path / name, shapes, f"+objective.taught.bad_step={bad}", "steps=3", "log.every=1",
-                          "checkpoint.every=1",
-                          "checkpoint.keep_last=9").returncode == 0
-    end = end_of(tmp_path / "good")
-    assert {key for key in end["training"] if key.startswith("objective.")
-            and key.count(".") == 1} == {"objective.shift", "objective.seen"}
-    assert not any("teacher" in key for key in end["training"]) and end["training"]["objective.seen"] == 24
+    for name, bad in {"good": -1, "bad": 2}.items():
+        trained(tmp_path / name, shapes, f"+objective.taught.bad_step={bad}", "steps=3", "log.every=1",
+                "checkpoint.every=1", "checkpoint.keep_last=9")
+    end = end_of(tmp_path / "good")["training"]
+    own = {key for key in end if key.startswith("objective.") and key.count(".") == 1}
+    assert own == {"objective.shift", "objective.seen"}
+    assert not any("teacher" in key for key in end) and end["objective.seen"] == 24
     assert [row["skipped"] for row in rows(tmp_path / "bad")] == [0, 1, 1] and rows(tmp_path / "bad")[1]["loss"] is None
     first, second = (checkpoints.load(checkpoints.step_folder(tmp_path / "bad", step), "training") for step in (1, 2))
     moved = {key for key in first if not torch.equal(first[key], second[key])}
@@ -214,5 +286,3 @@ def test_hidden_states_are_those_of_the_kept_tokens_compiled_or_not(graphs, how)
         assert hidden[2][0].shape == (4, 16, 32) and hidden[2][1].tolist() == [[*range(16)]]
         [gradient] = torch.autograd.grad(tokens.sum(), [net.x_embedder.proj.weight], retain_graph=True)
         assert gradient.abs().sum() > 0 and out.shape == (4, 3, 8, 8)
-    with pytest.raises(ValueError, match="Block 6 is not in this network, which has 6 blocks"):
-        take_hidden(net, [6])

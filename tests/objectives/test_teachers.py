@@ -6,7 +6,8 @@ import pytest
 import timm
 import torch
 from safetensors.torch import save_file
-from test_alignment import aligned, batch, loss_of
+from test_alignment import aligned
+from test_objectives import loss_of
 from torch.nn.functional import interpolate
 
 from objectives import own_state, trained_parameters
@@ -86,7 +87,6 @@ def test_an_unavailable_teacher_raises_a_one_line_error(hub, script, name, says)
 
 
 def test_a_teacher_in_the_step_gives_its_stored_tokens():
-    x, y, _ = batch()
     images = torch.randint(0, 256, (4, 3, 8, 8), dtype=torch.uint8)
     online = aligned(shapes={"image": (3, 8, 8)}, teacher=LITE0, blocks=[1])
     stored = aligned(shapes={"teacher": (16, 112)}, blocks=[1])

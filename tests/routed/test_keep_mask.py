@@ -6,8 +6,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from foreign_networks import BATCH, K, N, example, family, randn
-from test_routed import FLUX, NAMED, TWO, assert_close, gradients, in_training, mine, noise_for, own, refused
+from foreign_networks import BATCH, K, N, example, family, gradients, randn
+from test_routed import (
+    FLUX,
+    NAMED,
+    TWO,
+    assert_as_if_given_only_them,
+    assert_close,
+    in_training,
+    mine,
+    noise_for,
+    own,
+    refused,
+)
 from torch.nn import functional as F
 
 from objectives.diffusion import draw_mask_noise
@@ -16,8 +27,8 @@ from routing_module import kept_tokens
 
 SD3 = "SD3Transformer2DModel"
 FORCED = ("FluxTransformer2DModel, Kontext", "Flux2Transformer2DModel", SD3, "WanTransformer3DModel",
-          "ZImageTransformer2DModel",
-          "Lumina2Transformer2DModel", "QwenImageTransformer2DModel, edit", "VisionTransformer, registers")
+          "ZImageTransformer2DModel", "Lumina2Transformer2DModel", "QwenImageTransformer2DModel, edit",
+          "VisionTransformer, registers")
 ALL_BUT_A_QUARTER = [Route(0, -1, 0.75)]
 
 
@@ -29,22 +40,12 @@ def mask_for(case, *counts):
 
 @pytest.mark.parametrize("name", FORCED)
 def test_tokens_of_keep_mask_are_kept_and_come_out_as_if_the_network_had_only_the_kept_ones(name):
-    case, few = family(name), family(name).k
-    noise, mask = noise_for(case), mask_for(case, 0, 1, few)
-    with routed(case.model, ALL_BUT_A_QUARTER, keep_mask=mask, mask_noise=noise) as taken:
-        out = case.tokens(case.call())
-    [ids] = taken.ids_keep
-    assert ids.shape == (BATCH, few)
+    case, noise, mask = family(name), noise_for(family(name)), mask_for(family(name), 0, 1, family(name).k)
+    ids, _ = assert_as_if_given_only_them(case, keep_mask=mask, mask_noise=noise)
+    assert ids.shape == (BATCH, case.k)
     assert torch.equal(ids, Router().get_mask(torch.empty(BATCH, case.n, 1), 0.75, noise[:, 0], mask))
-    stayed = torch.stack([out[b, ids[b]] for b in range(BATCH)])
-    stayed.square().sum().backward()
-    found = gradients(case.model)
     for b in range(BATCH):
         assert set(mask[b].nonzero().flatten().tolist()) <= set(ids[b].tolist())
-        fewer = case.alone(b, ids[b])
-        assert (fewer[0] - stayed[b]).abs().max() < 1e-5 * max(1, float(fewer.detach().abs().max()))
-        fewer.square().sum().backward()
-    assert_close(found, gradients(case.model))
 
 
 @pytest.mark.parametrize("name", FORCED)
@@ -56,10 +57,8 @@ def test_as_many_tokens_are_kept_as_the_mask_keeps_in_any_sample_or_an_error_has
             case.call()
         assert taken.ids_keep[0].shape == (BATCH, most)
         assert set(mask[1].nonzero().flatten().tolist()) == set(taken.ids_keep[0][1].tolist())
-        with pytest.raises(RuntimeError,
-                           match=f"keeps more tokens than the {few} of {case.n} that are kept at selection ratio "
-                                 f"0.75"), \
-             routed(case.model, ALL_BUT_A_QUARTER, keep_mask=mask, grow=False):
+        says = f"keeps more tokens than the {few} of {case.n} that are kept at selection ratio 0.75"
+        with pytest.raises(RuntimeError, match=says), routed(case.model, ALL_BUT_A_QUARTER, keep_mask=mask, grow=False):
             case.call()
 
 
@@ -137,10 +136,9 @@ def test_a_compiled_network_keeps_the_tokens_of_a_mask_in_one_graph_or_raises_an
         return graph.forward
 
     compiled = torch.compile(case.model, backend=backend, fullgraph=True)
+    with pytest.raises(ValueError, match="set grow=False"):
+        routed(compiled, TWO, keep_mask=mask_for(case, 1, 1, 1)).__enter__()
     with torch.no_grad():
-        with pytest.raises(ValueError, match="set grow=False"), routed(compiled, TWO,
-                                                                       keep_mask=mask_for(case, 1, 1, 1)):
-            pass
         for counts in ((8, 0, 1), (2, 5, 8)):
             noise, mask = noise_for(case, 2), mask_for(case, *counts)
             with routed(case.model, TWO, keep_mask=mask, mask_noise=noise) as taken:

@@ -35,8 +35,7 @@ for global_step in range(args.max_train_steps):
 
 def test_a_script_of_diffusers_is_routed_for_the_first_of_its_steps(tmp_path, monkeypatch, capsys):
     drawn, draw = [], Router.get_mask
-    monkeypatch.setattr(Router, "get_mask", lambda self, *args,
-                        **kwargs: drawn.append(draw(self, *args, **kwargs)) or drawn[-1])
+    monkeypatch.setattr(Router, "get_mask", lambda *args, **how: drawn.append(draw(*args, **how)) or drawn[-1])
     (tmp_path / "train.py").write_text(SCRIPT)
     route_diffusers.main(["--route=1,-2,0.25", "--dense_after=0.5", str(tmp_path / "train.py"), "--max_train_steps=4"])
     assert [ids.shape for ids in drawn] == [torch.Size([2, 12])] * 2

@@ -17,9 +17,8 @@ from runtime import schema
 from scripts import benchmark, clocks
 
 TINY = ["hidden_size=32", "depth=3", "num_heads=2", "tokens=16", "num_classes=5", "batch_size=4", "num_latents=8",
-        "rounds=2", "steps=1",
-        "warmup=1", "device=cpu", "autoencoder=identity", "num_steps=2", "image_size=16", "feature_size=8", "images=20",
-        "reference_images=10",
+        "rounds=2", "steps=1", "warmup=1", "device=cpu", "autoencoder=identity", "num_steps=2", "image_size=16",
+        "feature_size=8", "images=20", "reference_images=10",
         "routes=[{start_layer_idx: 1, end_layer_idx: 1, selection_ratio: 0.5}]", "token_counts=[4,16]", "ranks=[]"]
 TRAIN = {"images/s", "s/step", "TFLOP/s a rank", "MFU", "over dense", "FLOP ratio", "peak GiB", "first step s",
          "graphs", "rounds s/step"}
@@ -77,13 +76,13 @@ def test_a_ratio_is_of_two_variants_in_the_same_round(tmp_path, monkeypatch):
     (["guidance=cfg", "scale=2"], 6), ([], 3), (["diffusion=rf"], 2), (["diffusion=rf", "guidance=cfg", "scale=2"], 4),
 ])
 def test_sampling_measures_the_networks_share_and_the_cost_of_an_image(tmp_path, options, passes):
+    cost = passes * 2e-9 * sum(multiply_adds(benchmark.make_network(load(), "dit", "meta")))
     rows = run(tmp_path, "mode=sample", "variants=[dit,tread,dit-eager]", *options)["rows"]
     assert [row["variant"] for row in rows] == ["dit", "dit-eager"]  # routed networks are sampled dense
     for row in rows:
         assert set(row["parts"]) == {"sampler", "network", "decode"} and 0 < row["share in network"] < 1
         assert row.keys() >= {"images/s", "s/batch", "MFU in network", "peak GiB", "first batch s"}
-        assert row["GFLOP/image"] == pytest.approx(passes * 2e-9 * sum(multiply_adds(benchmark.make_network(load(),
-                "dit", "meta"))))
+        assert row["GFLOP/image"] == pytest.approx(cost)
 
 
 def test_data_and_scoring_are_timed(tmp_path):
@@ -98,8 +97,8 @@ def test_data_and_scoring_are_timed(tmp_path):
 
 def test_tokens_scale_at_equal_tokens_a_step(tmp_path):
     rows = run(tmp_path, "mode=scaling", "batch_size=1")["rows"]
-    assert [(row["variant"], row["tokens"], row["batch"])
-            for row in rows] == [("dit", 4, 64), ("tread", 4, 64), ("dit", 16, 16), ("tread", 16, 16)]
+    assert [(row["variant"], row["tokens"], row["batch"]) for row in rows] == [
+        ("dit", 4, 64), ("tread", 4, 64), ("dit", 16, 16), ("tread", 16, 16)]
     assert rows[3]["FLOP ratio"] > 1 and all(row.keys() >= TRAIN | {"scales"} for row in rows)
 
 
@@ -120,8 +119,8 @@ def test_ranks_scale_in_processes_of_their_own(tmp_path, monkeypatch):
 def test_time_is_charged_to_the_mark_that_ends_it(monkeypatch):
     clock = iter([0, 1, 3, 7, 8])
     monkeypatch.setattr(clocks.time, "perf_counter", lambda: next(clock))
-    assert clocks.seconds_of_parts(torch.device("cpu"), lambda mark: [mark(name) for name in "abab"], 2) == {"a": 2.5,
-                                                                                                             "b": 1.5}
+    parts = clocks.seconds_of_parts(torch.device("cpu"), lambda mark: [mark(name) for name in "abab"], 2)
+    assert parts == {"a": 2.5, "b": 1.5}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -4,13 +4,13 @@ import contextlib
 import json
 import os
 import signal
-import sys
 
 import forked
 import pytest
 import torch
 from conftest import run_command
 
+import train
 from scripts import check_gpu, clocks
 
 
@@ -47,13 +47,12 @@ def test_a_rehearsal_on_a_cpu_passes_and_its_json_has_its_lines(machine, graphs,
 
 
 def test_two_ranks_step_like_one_as_replicas_and_sharded(tmp_path):
-    ended = forked.run("-c",
-                       "from scripts import check_gpu as c; c.CHECKS = {name: c.CHECKS[name] for name in ('step, "
-                       "fp32, eager', 'FSDP', 'collectives')}; "
-                             "c.main()", "rehearsal=true", f"out={tmp_path}/gpu.json", ranks=2)
+    program = ("from scripts import check_gpu as c; names = ('step, fp32, eager', 'FSDP', 'collectives'); "
+               "c.CHECKS = {name: c.CHECKS[name] for name in names}; c.main()")
+    ended = forked.run("-c", program, "rehearsal=true", f"out={tmp_path}/gpu.json", ranks=2)
     assert ended.returncode == 0, ended.stderr
-    assert [row["result"]
-            for row in json.loads((tmp_path / "gpu.json").read_text())["checks"]] == 3 * ["PASS"], ended.stdout
+    checks = json.loads((tmp_path / "gpu.json").read_text())["checks"]
+    assert [row["result"] for row in checks] == 3 * ["PASS"], ended.stdout
 
 
 def test_a_check_that_raises_fails_with_its_first_line_and_the_others_still_run(machine, monkeypatch, capsys):
@@ -71,18 +70,16 @@ def test_a_check_that_raises_fails_with_its_first_line_and_the_others_still_run(
 
 
 def test_steps_that_differ_from_the_cpus_fail_with_the_numbers(machine, monkeypatch):
-    monkeypatch.setattr(check_gpu, "train_step", lambda *given,
-                        **options: [each * 1.01 for each in check_gpu.train_step.plain(*given, **options)])
-    check_gpu.train_step.plain = sys.modules["train"].train_step
-    with pytest.raises(ValueError,
-                       match=r"loss within 1\.0e-02 and gradient norm within 1\.0e-02 of the CPU's \(at most "
-                             r"0\.0001\)"):
+    monkeypatch.setattr(check_gpu, "train_step", lambda *given, **how: [
+        each * 1.01 for each in train.train_step(*given, **how)])
+    says = r"loss within 1\.0e-02 and gradient norm within 1\.0e-02 of the CPU's \(at most 0\.0001\)"
+    with pytest.raises(ValueError, match=says):
         check_gpu.check_step(machine, "fp32", "eager")
 
 
 def test_graphs_that_are_compiled_late_fail(machine, graphs, monkeypatch):
-    everywhere = {"selection_ratio": 0.5, "start_layer_idx": 0,
-                  "end_layer_idx": -1}  # so no block sees all tokens before the off-ramp
+    # No block sees all tokens before the off-ramp.
+    everywhere = {"selection_ratio": 0.5, "start_layer_idx": 0, "end_layer_idx": -1}
     network = machine.network | {"routes": [everywhere], "depth": 2}
     seen = check_gpu.graphs_by_step(machine, True, network, True, 4)
     assert [count - seen[0] for count in seen] == [0, 1, 1, 1, 1, 2, 2]

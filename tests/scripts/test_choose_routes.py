@@ -49,15 +49,14 @@ def test_the_papers_route_comes_first_and_all_are_long_and_near_it(depth):
     lost = [choose_routes.fid_lost(route, depth) for route in found]
     assert lost == sorted(lost) and len(set(found)) == len(found) >= 40
     for route in found:
-        assert route.selection_ratio <= 0.5 and abs(route.start_layer_idx - 2) <= 1 and abs(route.end_layer_idx - depth
-                                                                                            + 4) <= 1
+        assert route.selection_ratio <= 0.5
+        assert abs(route.start_layer_idx - 2) <= 1 and abs(route.end_layer_idx - depth + 4) <= 1
         assert 2 * (route.end_layer_idx - route.start_layer_idx + 1) >= depth
 
 
 def test_the_fid_that_a_route_loses_is_that_of_the_ablations():
     for route, lost in ((Route(1, 8, 0.5), 28.21 - 28.02), (Route(2, 8, 0.25), 26.50 - 21.34),
-                        (Route(2, 8, 0.375), (26.50 - 21.34) / 2),
-                        (Route(2, 9, 0.5), (57.36 - 33.58) / 2),
+                        (Route(2, 8, 0.375), (26.50 - 21.34) / 2), (Route(2, 9, 0.5), (57.36 - 33.58) / 2),
                         (Route(0, 10, 0.75), (33.58 - 28.02) + (57.36 - 33.58) + (49.29 - 21.34))):
         assert choose_routes.fid_lost(route, 12) == pytest.approx(lost)
 
@@ -102,13 +101,11 @@ def test_a_measured_ratio_is_the_benchmarks(capsys, monkeypatch):
     monkeypatch.setitem(clocks.SQUARES, "cpu", (32,))
     monkeypatch.setattr(benchmark, "plot", lambda record, path: None)
     text = printed(capsys, *TINY, "model.depth=7", "speedup=1.1", "count=1", "measure=true", "benchmark.batch_size=2",
-                   "benchmark.steps=1",
-                "benchmark.rounds=1", "+benchmark.num_latents=2", "+benchmark.num_classes=3", "+benchmark.device=cpu")
+                   "benchmark.steps=1", "benchmark.rounds=1", "+benchmark.num_latents=2", "+benchmark.num_classes=3",
+                   "+benchmark.device=cpu")
     [row] = [line for line in text.splitlines() if line.startswith("| 1 |")]
     assert "measured at 16" in text and [row.split()[-2]] == [f"{ratio:.2f}" for ratio in ratios]
-    [cfg] = asked
-    assert (cfg.mode, cfg.tokens, cfg.hidden_size, cfg.depth, cfg.backbone_type, cfg.batch_size) == ("train", 16, 32, 7,
-                                                                                                     "DiT-B/2", 2)
-    route = choose_routes.candidates(7)[0]
-    assert (cfg.routes[0].start_layer_idx, cfg.routes[0].end_layer_idx) == (route.start_layer_idx,
-            route.end_layer_idx) and cfg.init == "xavier"
+    [cfg], [route, *_] = asked, choose_routes.candidates(7)
+    assert (cfg.mode, cfg.tokens, cfg.hidden_size, cfg.depth, cfg.batch_size) == ("train", 16, 32, 7, 2)
+    assert (cfg.backbone_type, cfg.init) == ("DiT-B/2", "xavier")
+    assert cfg.routes[0].start_layer_idx == route.start_layer_idx and cfg.routes[0].end_layer_idx == route.end_layer_idx

@@ -34,19 +34,17 @@ def test_hours_follow_from_the_count_or_from_what_was_measured(monkeypatch, caps
     (tmp_path / "b2.json").write_text(json.dumps({"settings": {"backbone_type": "DiT-B/2"}, "device": "X100", "rows": [
         {"variant": "tread", "tokens": 256, "images/s": 4000.0, "ranks": 2},
         {"variant": "tread-eager", "tokens": 256, "images/s": 1.0, "ranks": 1}]}))
-    [row] = [line
-             for line in printed(monkeypatch, capsys, "--measured", tmp_path / "b2.json").splitlines()
-             if "measured" in line]
+    measured = printed(monkeypatch, capsys, "--measured", tmp_path / "b2.json")
+    [row] = [line for line in measured.splitlines() if "measured" in line]
     assert row.startswith("| B/2 TREAD |") and "| 2,000 | 14.2 | 1.9 |" in row and "X100" in row
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(SystemExit, match="other.json has no time of a DiT of patch 2"):
         printed(monkeypatch, capsys, "--measured", tmp_path / "other.json")
 
 
-@pytest.mark.parametrize("given",
-                         [("--dense-after", "0"), ("--dense-after", "1"), ("--selection-ratios", "0.5", "1"),
-                          ("--gpus", "0"),
-                                   ("--mfu", "nan"), ("--peak", "-1")])
+@pytest.mark.parametrize("given", [
+    ("--dense-after", "0"), ("--dense-after", "1"), ("--selection-ratios", "0.5", "1"), ("--gpus", "0"),
+    ("--mfu", "nan"), ("--peak", "-1")])
 def test_a_number_out_of_range_is_named(monkeypatch, capsys, given):
     with pytest.raises(SystemExit, match=given[0]):
         printed(monkeypatch, capsys, *given)

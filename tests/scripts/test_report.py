@@ -49,15 +49,13 @@ def make_study(folder):
     """Writes a study of dit over two seeds, tread over one, and a fine-tune."""
     runs = [{"variant": variant, "seed": seed, "step": 4, "scores": [
         {"step": step, "images": 6 * step, "seconds": None, "flops": 1e9 * step, "metric": "fd_pixels", "value": value,
-         "num_samples": 4,
-         "guidance": "unguided", "extractor": "pixels", "a key of later": 1}
-         for step, value in zip((2, 4), values, strict=True)]}
-        for variant, seed,
-        values in (("dit", 0, (10.0, 6.0)), ("dit", 1, (12.0, 8.0)), ("tread", 0, (11.0, 5.0)),
-                   ("tuned", 0, (7.0, 4.0)))]
+         "num_samples": 4, "guidance": "unguided", "extractor": "pixels", "a key of later": 1}
+        for step, value in zip((2, 4), values, strict=True)]}
+        for variant, seed, values in (("dit", 0, (10.0, 6.0)), ("dit", 1, (12.0, 8.0)), ("tread", 0, (11.0, 5.0)),
+                                      ("tuned", 0, (7.0, 4.0)))]
+    crossings = [{"between": ["dit", "tread"], "n": 1}]
     folder.mkdir()
-    (folder / "study.json").write_text(json.dumps({"name": "tiny", "runs": runs,
-                                                   "crossings": [{"between": ["dit", "tread"], "n": 1}]}))
+    (folder / "study.json").write_text(json.dumps({"name": "tiny", "runs": runs, "crossings": crossings}))
     return folder
 
 
@@ -84,8 +82,8 @@ def columns_of(curves):
 def test_a_run_of_this_code_is_read_completely():
     run, rows = report.read_run(REAL, "before"), read_rows(REAL / "metrics.jsonl")
     assert run.columns.keys() == rows[0].keys() - {"elapsed_s"} | {"hours"}
-    assert all(run.columns[name] == pytest.approx([row[name] for row in rows])
-               for name in rows[0] if name != "elapsed_s")
+    for name in rows[0].keys() - {"elapsed_s"}:
+        assert run.columns[name] == pytest.approx([row[name] for row in rows])
     assert run.config["optimizer.lr"] == "0.0001" and run.record["network.routes.0.selection_ratio"] == "0.5"
     assert [(score["value"], score["guidance"]) for score in run.scores] == [
         (row["metrics"]["fd_pixels"], "scale 2, drop_label true" if row["source"]["guidance"] else "unguided")
@@ -103,8 +101,8 @@ def test_links_out_of_a_run_are_not_followed(tmp_path):
     (run / "inner.png").symlink_to(run / "samples/step-00000002.png")
     read = report.read_run(run, "run")
     assert [*read.grids] == [2] and read.pictures == [run / "inner.png"]
-    assert not read.columns and not read.scores and not any("secret" in key
-            for key in read.config) and not read.record.get("step") and not read.environment
+    assert not read.columns and not read.scores and not any("secret" in key for key in read.config)
+    assert not read.record.get("step") and not read.environment
 
 
 def test_a_halved_line_is_skipped_and_a_value_that_is_not_finite_is_a_gap(tmp_path):
@@ -117,8 +115,8 @@ def test_a_halved_line_is_skipped_and_a_value_that_is_not_finite_is_a_gap(tmp_pa
 
 
 def test_folders_are_given_on_the_command_line_without_a_key(tmp_path, capsys):
-    assert report.as_settings(["runs/a", "out=x", "it's", "--cfg", "job", "study=b"]) == ["out=x", "--cfg", "job",
-            "study_dir=b", 'runs=["runs/a", "it\'s"]']
+    assert report.as_settings(["runs/a", "out=x", "it's", "--cfg", "job", "study=b"]) == [
+        "out=x", "--cfg", "job", "study_dir=b", 'runs=["runs/a", "it\'s"]']
     runs = [str(make_run(tmp_path / place)) for place in ("x/it's 1", "y/run", "z/run")]
     run_command(report.main, "report.py", *report.as_settings([*runs, f"out={tmp_path / 'out'}"]))
     line, best = capsys.readouterr().out.splitlines()
@@ -130,20 +128,19 @@ def test_a_long_curve_keeps_its_extremes_its_means_and_its_gaps():
     loss = np.random.default_rng(0).random(5 * report.STRETCHES).astype(np.float32)
     loss[12], loss[200:300] = math.nan, math.nan
     found = report.condensed({"step": np.arange(len(loss)), "loss": loss}, "loss", {"step": "steps"})
-    assert found["step"] == pytest.approx(5 * np.arange(report.STRETCHES)
-                                          + 2) and all(np.isnan(found[key][40:60]).all()
-                                                       for key in ("loss", "low", "high"))
+    assert found["step"] == pytest.approx(5 * np.arange(report.STRETCHES) + 2)
+    gap = slice(40, 60)
     for name, of in (("loss", np.nanmean), ("low", np.nanmin), ("high", np.nanmax)):
-        assert np.delete(found[name],
-                         slice(40, 60)) == pytest.approx(of(np.delete(loss.reshape(-1, 5), slice(40, 60), 0), 1))
+        assert np.isnan(found[name][gap]).all()
+        assert np.delete(found[name], gap) == pytest.approx(of(np.delete(loss.reshape(-1, 5), gap, 0), 1))
 
 
 def test_the_page_says_first_what_was_trained_and_on_what(tmp_path):
     for name in ("a", "b<i>"):
         meta = make_run(tmp_path / name) / "checkpoints/step-00000004/meta.json"
-        older, newer = {"step": 0, "commit": "a", "device": "cpu", "torch": "2"}, {"step": 2, "python": "3.12",
-                "commit": "b", "device": "H100", "torch": "3"}
-        meta.write_text(json.dumps(json.loads(meta.read_text()) | {"history": [older, newer]}))
+        history = [{"step": 0, "commit": "a", "device": "cpu", "torch": "2"},
+                   {"step": 2, "python": "3.12", "commit": "b", "device": "H100", "torch": "3"}]
+        meta.write_text(json.dumps(json.loads(meta.read_text()) | {"history": history}))
     runs = [report.read_run(tmp_path / name, name) for name in ("a", "b<i>")]
     first, *_ = report.overview(runs, [], tmp_path / "out")
     assert first.text == "a: DiT-S/4<br>b&lt;i&gt;: DiT-S/4"
@@ -154,17 +151,16 @@ def test_the_page_says_first_what_was_trained_and_on_what(tmp_path):
 
 def test_comparable_scores_are_plotted_together(tmp_path):
     runs, guided = [make_run(tmp_path / "a"), make_run(tmp_path / "b", shift=0.5)], {"scale": 1.5, "gamma1": 0}
-    write_rows(runs[0] / "results.jsonl",
-               [row_at(0, 80.0), row_at(4, 76.0), row_at(4, 70.0), row_at(None, 60.0), row_at(4, math.nan, n=99),
-                                           row_at(0, 9.0, guided), row_at(4, 8.0, guided), row_at(0, 7.0, n=99),
-                row_at(4, 6.0, n=99)])
-    together, apart = columns_of(report.score_curves([score for run in runs
-                                                      for score in report.read_run(run, run.name).scores])).values()
+    write_rows(runs[0] / "results.jsonl", [
+        row_at(0, 80.0), row_at(4, 76.0), row_at(4, 70.0), row_at(None, 60.0), row_at(4, math.nan, n=99),
+        row_at(0, 9.0, guided), row_at(4, 8.0, guided), row_at(0, 7.0, n=99), row_at(4, 6.0, n=99)])
+    scores = [score for run in runs for score in report.read_run(run, run.name).scores]
+    together, apart = columns_of(report.score_curves(scores)).values()
     assert {label: line["value"] for label, line in together.items()} == {
         "a, unguided": [80, 70], "a, scale 1.5": [9, 8], "b, unguided": [80.5, 76.5]}  # of step 4 the later one
     assert [line["value"] for line in apart.values()] == [[7, 6]]  # of 99 images
-    assert together["a, unguided"]["images"] == [0, 24] and together["a, unguided"]["hours"] == [0,
-            2]  # between the rows of metrics.jsonl
+    assert together["a, unguided"]["images"] == [0, 24]
+    assert together["a, unguided"]["hours"] == [0, 2]  # between the rows of metrics.jsonl
 
 
 def test_the_page_of_a_study_shows_what_the_study_has_drawn(tmp_path):
@@ -231,9 +227,8 @@ def browser(tmp_path_factory):
             end = time.monotonic() + PATIENCE
             while (found := self.js(code)) != wanted and time.monotonic() < end:
                 time.sleep(0.05)
-            assert found == wanted and not [entry
-                                            for entry in self.get_log("browser")
-                                            if entry["level"] in ("SEVERE", "WARNING")]
+            assert found == wanted
+            assert not any(entry["level"] in ("SEVERE", "WARNING") for entry in self.get_log("browser"))
 
     options = webdriver.ChromeOptions()
     for flag in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage"):
@@ -255,9 +250,8 @@ def test_the_first_tab_shows_grids_loss_and_scores_in_the_dark_too_and_nothing_i
                  [["loss", [[2, 4, 6]] * 4],
                   ["fd_pixels on pixels features, 4 images", [[0, 4]] * 4]])  # lines and points
     browser.wait("performance.getEntriesByType('resource').filter(entry => !entry.name.startsWith('file:'))", [])
-    x, y = browser.js("(box => [Math.round(box.x) + 30, Math.round(box.y) + "
-                      "20])(query('img')[0].getBoundingClientRect())")
+    x, y = browser.js("(box => [box.x + 30, box.y + 20].map(Math.round))(query('img')[0].getBoundingClientRect())")
     shot = Image.open(io.BytesIO(browser.get_screenshot_as_png()))
-    assert shot.getpixel((x, y))[:3] == (80, 0, 0) and shot.getpixel((2, 300))[:3] == (0, 0,
-            0)  # a picture has its own colours
+    assert shot.getpixel((x, y))[:3] == (80, 0, 0)  # a picture keeps its own colours
+    assert shot.getpixel((2, 300))[:3] == (0, 0, 0)
     assert browser.title == f"tiny, dense, {HOSTILE}"

@@ -60,11 +60,11 @@ def slurm(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
 
     def start(tasks, *command, **more):
-        env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable,
-                            "REQUEUED": str(tmp_path / "requeued"),
-                            "SLURM_NTASKS": str(tasks), "SLURM_NNODES": "1", "SLURM_JOB_ID": start.job,
-                            "SLURM_JOB_NODELIST": "n[1-2]",
-                            "SLURM_SUBMIT_DIR": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+        env = os.environ | {
+            "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable,
+            "REQUEUED": str(tmp_path / "requeued"), "SLURM_NTASKS": str(tasks), "SLURM_NNODES": "1",
+            "SLURM_JOB_ID": start.job, "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_SUBMIT_DIR": str(ROOT),
+            "OMP_NUM_THREADS": "1", **more}
         return subprocess.Popen(["bash", ROOT / "scripts/slurm.sh", *command], env=env, stdout=subprocess.PIPE,
                                 stderr=subprocess.STDOUT, text=True)
     start.job = free_job()
@@ -101,8 +101,8 @@ def given_to(tmp_path, *ranks):
     (["wait", "unsaved"], signal.SIGUSR1, 1, "stays out of the queue"),
     (["done"], None, 0, ""), (["fail"], None, 3, ""), (["killed"], None, 143, ""),
 ])  # fmt: skip
-def test_a_job_that_is_stopped_and_saves_goes_back_into_the_queue_and_no_other(slurm, tmp_path, words, number, code,
-                                                                               printed):
+def test_a_job_that_is_stopped_and_saves_goes_back_into_the_queue_and_no_other(
+        slurm, tmp_path, words, number, code, printed):
     job = slurm(2 if number else 1, tmp_path / "program.py", *words, REFUSES=str(int("refused" in words)))
     if number:
         given_to(tmp_path, 0, 1)
@@ -111,10 +111,8 @@ def test_a_job_that_is_stopped_and_saves_goes_back_into_the_queue_and_no_other(s
     output = job.communicate(timeout=PATIENCE)[0]
     assert job.returncode == code and printed in output, output
     requeued = tmp_path / "requeued"
-    if words[0] == "wait" and "unsaved" not in words:
-        assert requeued.read_text() == f"{slurm.job}\n"
-    else:
-        assert not requeued.exists()
+    assert requeued.exists() == (words[0] == "wait" and "unsaved" not in words)
+    assert not requeued.exists() or requeued.read_text() == f"{slurm.job}\n"
 
 
 def test_ranks_of_two_nodes_know_their_local_rank(slurm, tmp_path):
