@@ -193,10 +193,11 @@ def test_a_recipe_has_its_route_and_aligns_where_its_name_says(size, depth, alig
     model = network(cfg)
     kind, return_from = RECIPES[recipe]
     start = later if kind == "later" else 2
-    route = Route(2, depth - 3, 0.75, path_drop=0.1) if kind == SPRINT else Route(start, depth - 4, 0.5,
-                                                                                  return_from=return_from)
-    assert (list(model.routes), cfg.model.selection, cfg.model.fusion) == ([route] if kind else [],
-            *(SPRINT if kind == SPRINT else ("random", False)))
+    route = Route(start, depth - 4, 0.5, return_from=return_from)
+    if kind == SPRINT:
+        route = Route(2, depth - 3, 0.75, path_drop=0.1)
+    assert list(model.routes) == ([route] if kind else [])
+    assert (cfg.model.selection, cfg.model.fusion) == (SPRINT if kind == SPRINT else ("random", False))
     objective = objective_of(cfg, model)
     assert getattr(objective, "blocks", None) == (None if recipe == "sit_sprint" else [aligned])
     assert (start <= aligned) == ("before" not in recipe and "delayed" not in recipe)

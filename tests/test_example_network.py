@@ -5,9 +5,8 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, one_rank, run_command
+from conftest import ROOT, one_rank
 
-import fid
 from guidance import Guidance
 from sampling.generate import generate
 from weights.autoencoders import load_decoder
@@ -49,12 +48,3 @@ def test_tread_guidance_by_the_networks_own_route_moves_the_images(trained):
     plain, guided = (sampled(trained, "flags", guidance)
                      for guidance in (None, Guidance(1.5, gamma1=0.5, gamma2=0.9, drop_label=False)))
     assert 2 < np.abs(plain - guided).mean() < 100
-
-
-def test_fid_py_scores_it(tmp_path, trained, fresh_accelerator):
-    np.savez(tmp_path / "reference.npz", arr_0=sampled(trained, "flags").astype(np.uint8))
-    run_command(fid.main, "fid.py", checkpoint=str(EXAMPLE), reference=str(tmp_path / "reference.npz"),
-                features="pixels", num_samples=10, num_steps=4, metrics="[fd_pixels]", cpu=True,
-                results=str(tmp_path / "results.jsonl"))
-    row = json.loads((tmp_path / "results.jsonl").read_text())
-    assert row["metrics"]["fd_pixels"] > 0 and row["source"]["weights"] == "ema"

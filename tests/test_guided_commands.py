@@ -150,8 +150,7 @@ def test_several_scales_and_ratios_are_scored_by_one_command_and_the_report_name
     score, scored = fid.score_on, []
     monkeypatch.setattr(fid, "score_on", lambda *args: scored.append(1) or score(*args))
     common = ["--multirun", f"checkpoint={shutil.copytree(run, tmp_path / 'run')}", f"reference={reference}",
-              "features=pixels", "num_samples=6",
-              "num_steps=2", "guidance=tread", "gamma1=0"]
+              "features=pixels", "num_samples=6", "num_steps=2", "guidance=tread", "gamma1=0"]
     command("fid", *common, "scale=1.5,2", "gamma2=0.5,[0.9,0.3]")
     rows = files.read_rows(tmp_path / "run/results.jsonl")
     points = [(row["source"]["guidance"]["scale"], row["source"]["guidance"]["gamma2"]) for row in rows]

@@ -26,6 +26,7 @@ TYPED = {
         # another type, or out of range: one of each kind
         ("steps=abc", "steps=abc"), ("batch_size=0", "batch_size=0"), ("optimizer.lr=-1", "optimizer.lr=-1"),
         ("optimizer.lr=null", "optimizer.lr=null"), ("optimizer.betas=0.9", "optimizer.betas=0.9"),
+        ("seed=18446744073709551616", "less than or equal to 18446744073709551615"),
         ("optimizer.schedule=step", "cosine"), ("label_dropout=1.5", "label_dropout=1.5"),
         ("samples.num_steps=1000000000", "1000000000"), ("diffusion.sigma_data=0", "sigma_data=0"),
         ("diffusion=rf", "diffusion.contrastive_weight=0.1", "batch_size=1", "raise batch_size"),
@@ -93,6 +94,9 @@ TYPED = {
         ("init_from=run", "data.num_classes=7", "new_label_table=true makes"),
         # jobs of a sweep, and Hydra's own settings
         ("-m", "seed=0,1", "would write to run_dir=new: give each its own, with what differs in ${}, such as run_dir="),
+        ("-m", "seed=0,0,0", "3 jobs of --multirun would write to run_dir=new"),
+        ("-m", "seed=0,1", "run_dir=x", "run_dir='x-${seed}'"),
+        ("hydra/launcher=submitit_slurm", "hydra/launcher=submitit_slurm would change nothing"),
         ("hydra/launcher=joblib", "-m", "seed=0,1", "hydra/launcher=joblib would change nothing"),
         ("hydra/sweeper=optuna", "-m", "seed=0,1", "hydra/sweeper=optuna would change nothing"),
         ("hydra.run.dir=outputs", "hydra.run.dir=outputs would change nothing"),

@@ -1,4 +1,4 @@
-"""Runs that are killed, interrupted, out of disk or damaged, and go on: nothing is lost, and nothing changes."""
+"""Runs that are killed, interrupted, out of disk or damaged resume: nothing is lost, and nothing changes."""
 
 import json
 import os
@@ -7,47 +7,31 @@ import signal
 
 import forked
 import pytest
-from training_runs import (
-    assert_same_end,
-    command,
-    rows,
-    start,
-    train,
-    train_here,
-    wait_until,
-)
+from conftest import PATIENCE
+from training_runs import assert_same_end, rows, start, train, train_here, wait_until
 
 from runtime import files
 from training.run_folder import check_resumable, discard_after
 from weights import checkpoint as checkpoints
 
-# train.py, which kills itself at the n-th call of a function: in the middle of a save, or at a step.
-KILLED = """
-import os, signal, sys
-import train
-from weights import checkpoint
-name, number = sys.argv[1].split("=")
-owner, calls = {"write": checkpoint.HashedFile, "close": checkpoint.HashedFile, "train_step": train}[name], []
-whole = getattr(owner, name)
-def killed(*arguments, **options):
-    calls.append(1)
-    if len(calls) == int(number):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return whole(*arguments, **options)
-setattr(owner, name, killed)
-sys.argv = ["train.py", *sys.argv[2:]]
-train.main()
-"""
-
 
 def test_a_run_that_is_killed_again_and_again_ends_bit_identical_to_one_that_was_not(shapes, reference, tmp_path):
-    run, reached = tmp_path / "run", []
-    for kill in ("close=2", "train_step=7", "write=99", "close=3", "train_step=1",
-                 "close=5"):  # a save is three files, which are closed at its end
-        killed = forked.run("-c", KILLED, kill, *command(run, shapes)[1:])
-        assert killed.returncode == -signal.SIGKILL, killed.stderr
+    def killed_at(change: int) -> forked.Ended:
+        def live() -> None:
+            changes = forked.Changes(run, forked.killing(change, signal.SIGKILL))
+            train_here(run, shapes)
+            print(changes.number)
+        return forked.Life(live).wait(PATIENCE)
+
+    run, reached, halves = tmp_path / "undisturbed", [], 0
+    all_changes = int(killed_at(0).printed.split()[-1])
+    run = tmp_path / "run"
+    for share in (0.1, 0.3, 0.02, 0.3, 0.2):
+        ended = killed_at(int(share * all_changes))
+        assert ended.code == -signal.SIGKILL, ended.printed
         reached.append(len(checkpoints.all_steps(run)))
-    assert reached == [0, 1, 1, 1, 1, 2] and list((run / "checkpoints").glob(".*.tmp"))
+        halves += any((run / "checkpoints").glob(".*.tmp"))
+    assert reached == sorted(reached) and 0 < reached[-1] < 6 and halves
     result = train(run, shapes)
     assert result.returncode == 0 and "resuming" in result.stdout, result.stderr
     assert_same_end(run, reference)
@@ -79,6 +63,10 @@ def test_a_truncated_newest_checkpoint_is_named_and_the_run_resumes_from_the_pre
     assert_same_end(run, reference)
 
 
+def contents(run) -> dict:
+    return {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+
 @pytest.mark.parametrize("deleted", ["checkpoints", "checkpoints/*"])
 def test_a_run_whose_checkpoints_were_deleted_keeps_its_record(shapes, tmp_path, deleted):
     options = ("steps=4", "samples.every=2", "samples.seeds=0-1", "samples.num_steps=1", "model.depth=3",
@@ -86,11 +74,10 @@ def test_a_run_whose_checkpoints_were_deleted_keeps_its_record(shapes, tmp_path,
     assert train_here(tmp_path / "run", shapes, *options).returncode == 0
     for folder in (tmp_path / "run").glob(deleted):
         shutil.rmtree(folder)
-    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    before = contents(tmp_path / "run")
     result = train_here(tmp_path / "run", shapes, *options)
     assert result.returncode == 1 and "has recorded 4 steps and has no checkpoint" in result.stderr
-    assert "name=<another>" in result.stderr
-    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+    assert "name=<another>" in result.stderr and contents(tmp_path / "run") == before
 
 
 def test_a_full_disk_ends_the_run_with_a_one_line_error_and_leaves_the_last_good_checkpoint(shapes, tmp_path):
@@ -105,48 +92,34 @@ def test_a_full_disk_ends_the_run_with_a_one_line_error_and_leaves_the_last_good
     assert train(run, shapes, "steps=8").returncode == 0
 
 
-def test_a_command_that_takes_no_step_changes_no_record(shapes, tmp_path):
-    run = tmp_path / "run"
-    assert train_here(run, shapes, "steps=8", "log.every=2").returncode == 0
-    (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text()
-                                       + '{"step": 9')  # of a row that a kill halved
-    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    for code, says, options in (
-            (0, "Finished 8 steps", ["optimizer.lr=0.5", "label_dropout=0.3", "log.every=1"]),
-            (1, "more than steps=4", ["steps=4"]),
-            (1, "another optimizer", ["optimizer=muon", "steps=12"]),
-            (1, "could not start", ["steps=12", "log.trackers=[wandb]", "optimizer.lr=0.5"])):
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr("accelerate.Accelerator.init_trackers", lambda self, *args: 1 / bool(self.log_with == []))
-            if "log.trackers=[wandb]" not in options:
-                patched.undo()
-            result = train_here(run, shapes, "steps=8", *options)
-        assert result.returncode == code and says in result.stdout + result.stderr, result.stderr
-        assert "Resuming with a change" not in result.stdout or options[0] == "steps=12"
-        assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before, options
+def fail(*_, **__):
+    raise RuntimeError("no network")
 
 
-def contents(run) -> dict:
-    return {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-
-
-def test_a_command_that_takes_no_step_deletes_and_renames_no_checkpoint_and_no_row(shapes, reference, tmp_path):
+@pytest.mark.parametrize(("newest", "patches", "overrides", "code", "says"), [
+    (24, {}, ["checkpoint.keep_last=1", "checkpoint.every=1"], 0, "Finished 24 steps"),
+    (24, {}, ["optimizer.lr=0.5", "label_dropout=0.3", "log.every=1"], 0, "Finished 24 steps"),
+    (20, {}, ["steps=20"], 0, "Finished 20 steps"),
+    (24, {}, ["steps=4"], 1, "more than steps=4"),
+    (24, {}, ["optimizer=muon", "steps=30"], 1, "another optimizer"),
+    (24, {"accelerate.Accelerator.init_trackers": fail}, ["steps=30", "log.trackers=[wandb]"], 1, "could not start"),
+    (20, {"runtime.ranks.StopRequest.agreed": lambda *_: signal.SIGTERM}, ["optimizer.lr=0.5", "steps=30"], 143,
+     "Stopped by SIGTERM at step 20"),
+])
+def test_a_command_that_takes_no_step_changes_no_file(shapes, reference, tmp_path, monkeypatch, newest, patches,
+                                                      overrides, code, says):
     run = shutil.copytree(reference, tmp_path / "run")
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 25')  # of a row that a kill halved
+    if newest == 20:
+        (run / "checkpoints/step-00000024/model.safetensors").write_bytes(b"")
+    for name, value in patches.items():
+        monkeypatch.setattr(name, value)
     before = contents(run)
-    assert train_here(run, shapes, "checkpoint.keep_last=1",
-                      "checkpoint.every=1").returncode == 0 and contents(run) == before
-    (run / "checkpoints/step-00000024/model.safetensors").write_bytes(b"")  # so that step 20 is the newest
-    before = contents(run)
-    assert train_here(run, shapes, "steps=20").returncode == 0 and contents(run) == before
-
-
-def test_a_run_that_is_stopped_before_its_first_step_changes_no_record(shapes, reference, tmp_path, monkeypatch):
-    run = shutil.copytree(reference, tmp_path / "run")
-    (run / "checkpoints/step-00000024/model.safetensors").write_bytes(b"")
-    before = contents(run)
-    monkeypatch.setattr("runtime.ranks.StopRequest.agreed", lambda *_: signal.SIGTERM)
-    result = train_here(run, shapes, "optimizer.lr=0.5", "steps=30")
-    assert result.returncode == 143 and "Stopped by SIGTERM at step 20" in result.stdout and contents(run) == before
+    result = train_here(run, shapes, *overrides)
+    assert result.returncode == code and says in result.stdout + result.stderr, result.stderr
+    assert contents(run) == before
+    assert "Resuming with a change" not in result.stdout or "steps=30" in overrides
 
 
 def test_every_changed_setting_that_changes_numbers_is_announced_and_no_other(shapes, tmp_path):
@@ -173,16 +146,6 @@ def test_every_changed_setting_that_changes_numbers_is_announced_and_no_other(sh
             "seed was 0 and is now 5"} <= said
 
 
-def test_a_grid_lost_to_a_kill_after_the_save_is_sampled_on_resume(shapes, tmp_path):
-    options = ("steps=4", "samples.every=4", "samples.seeds=0-5", "samples.num_steps=2")
-    assert train(tmp_path / "run", shapes, *options).returncode == 0
-    grid = tmp_path / "run/samples/step-00000004.png"
-    drawn = grid.read_bytes()
-    grid.unlink()
-    assert train(tmp_path / "run", shapes, *options).returncode == 0
-    assert grid.read_bytes() == drawn
-
-
 def test_leftovers_of_a_killed_save_or_grid_are_removed_on_the_next_start(shapes, tmp_path):
     run = tmp_path / "run"
     assert train_here(run, shapes, "steps=8", "checkpoint.keep_last=1").returncode == 0
@@ -194,8 +157,8 @@ def test_leftovers_of_a_killed_save_or_grid_are_removed_on_the_next_start(shapes
     for file in left:
         file.write_text("")
     assert train_here(run, shapes, "steps=8").returncode == 0
-    assert [path.name for path in checkpoints.all_steps(run)] == ["step-00000008"] and not any(file.exists()
-                                                                                               for file in left)
+    assert [path.name for path in checkpoints.all_steps(run)] == ["step-00000008"]
+    assert not any(file.exists() for file in left)
 
 
 def test_a_resumed_run_knows_its_lowest_loss(shapes, tmp_path):
@@ -208,25 +171,14 @@ def test_a_resumed_run_knows_its_lowest_loss(shapes, tmp_path):
 def test_a_row_truncated_by_a_kill_costs_no_other_row(tmp_path):
     results = [{"source": {"in_training": True, "step": step}, "metrics": {}} for step in (0, 10, 20)]
     text = "".join(json.dumps(row) + "\n" for row in results)
-    (tmp_path / "results.jsonl").write_text(text[:30] + "\n"
-                                            + text[:-1])  # a half row, and a last one without its newline
+    # Half a row, and a last one without its newline.
+    (tmp_path / "results.jsonl").write_text(text[:30] + "\n" + text[:-1])
     (tmp_path / "metrics.jsonl").write_text('{"step": 10}\n{"step": 20}\n{"st')  # and others' rows stay
     discard_after(tmp_path, 20)
     assert files.read_rows(tmp_path / "results.jsonl") == results
     discard_after(tmp_path, 10)
     assert files.read_rows(tmp_path / "results.jsonl") == results[:2]
     assert files.read_rows(tmp_path / "metrics.jsonl") == [{"step": 10}]
-
-
-def test_another_data_set_is_refused_and_the_same_one_elsewhere_is_not(shapes, reference, tmp_path):
-    moved = shutil.copytree(shapes, tmp_path / "moved")
-    assert train(reference, moved).returncode == 0
-    other = tmp_path / "other"
-    prepared = forked.run("scripts/prepare_latents.py", "source=shapes", "shapes.count=60", "resolution=16",
-                          "autoencoder=identity", f"out={other}")
-    assert prepared.returncode == 0, prepared.stderr
-    result = train(reference, other)
-    assert result.returncode == 1 and "another data set" in result.stderr
 
 
 def test_two_processes_cannot_train_one_run(shapes, tmp_path):
@@ -243,40 +195,42 @@ RECORD = {"network": {"depth": 3, "routes": []}, "diffusion": {"name": "rf"}, "d
           "seed": 0, "batch_size": 8}
 
 
-def test_a_change_of_selection_is_announced_and_the_run_continues(tmp_path):
-    now = {**RECORD, "network": {**RECORD["network"], "selection": "l1", "l1_reg": 0.5, "inverse": False}}
-    assert check_resumable(RECORD, RECORD, tmp_path) == []
-    assert check_resumable(RECORD, now, tmp_path) == ["selection was random and is now l1"]
-
-
-def test_a_setting_of_a_diffusion_that_is_newer_than_the_run_has_its_default_there(tmp_path):
-    now = {**RECORD,
-           "diffusion": {"name": "rf", "timestep_sampling": "logit_normal", "shift": None, "contrastive_weight": 0.0}}
-    assert check_resumable(RECORD, now, tmp_path) == []
-    with pytest.raises(ValueError,
-                       match="another diffusion, so it cannot resume: it has {'shift': None}, this command {'shift': "
-                             "2.0}"):
-        check_resumable(RECORD, {**RECORD, "diffusion": {"name": "rf", "shift": 2.0}}, tmp_path)
-
-
-@pytest.mark.parametrize(("part", "was", "is_now"), [
-    ({"objective": {"internal": {"weight": 0.5}}}, "objective.internal.weight was 0.5", "0.1"),
-    ({"diffusion": {"name": "rf", "contrastive_weight": 0.5}}, "diffusion.contrastive_weight was 0.5", "0.1"),
+@pytest.mark.parametrize(("was", "now", "said"), [
+    ({}, {}, []),
+    ({"network": {"depth": 3, "routes": []}},
+     {"network": {"depth": 3, "routes": [], "selection": "l1", "l1_reg": 0.5, "inverse": False}},
+     ["selection was random and is now l1"]),
+    ({"objective": {"internal": {"weight": 0.5}}}, {"objective": {"internal": {"weight": 0.1}}},
+     ["objective.internal.weight was 0.5 and is now 0.1"]),
     ({"config": {"optimizer": {"matrix_lr": 0.5, "momentum": 0.9}, "ema": {"warmup": True}}},
-     "optimizer.matrix_lr was 0.5", "0.1"),
-    ({"config": {"precision": "fp16", "log": {"every": 0.5}, "data": {"scale": 0.5, "path": "a"}}},
-     "data.scale was 0.5", "0.1")])
-def test_weights_of_terms_and_settings_of_any_group_are_announced(tmp_path, part, was, is_now):
-    other = json.loads(json.dumps(part).replace("0.5", is_now))
-    assert check_resumable(RECORD | part, RECORD | other, tmp_path) == [f"{was} and is now {is_now}"]
-    assert check_resumable(RECORD, RECORD | {"config": other.get("config", {})},
-                           tmp_path) == []  # of a version that recorded none
+     {"config": {"optimizer": {"matrix_lr": 0.1, "momentum": 0.9}, "ema": {"warmup": True}}},
+     ["optimizer.matrix_lr was 0.5 and is now 0.1"]),
+    ({"config": {"precision": "fp16", "log": {"every": 9}, "data": {"scale": 0.5, "path": "a"}}},
+     {"config": {"precision": "fp16", "log": {"every": 1}, "data": {"scale": 0.1, "path": "a"}}},
+     ["data.scale was 0.5 and is now 0.1"]),
+    ({"diffusion": {"name": "rf", "contrastive_weight": 0.5}}, {"diffusion": {"name": "rf", "contrastive_weight": 0.1}},
+     ["diffusion.contrastive_weight was 0.5 and is now 0.1"]),
+    # What a run does not record has its default there.
+    ({}, {"config": {"optimizer": {"matrix_lr": 0.1}}}, []),
+    ({}, {"diffusion": {"name": "rf", "timestep_sampling": "logit_normal", "shift": None, "contrastive_weight": 0.0}},
+     []),
+    ({}, {"diffusion": {"name": "rf", "shift": 2.0}},
+     "another diffusion, so it cannot resume: it has {'shift': None}, this command {'shift': 2.0}"),
+])
+def test_a_change_of_what_is_trained_is_announced_or_refused(tmp_path, was, now, said):
+    record = {"network": {"depth": 3, "routes": []}, "diffusion": {"name": "rf"}, "data": {"fingerprint": "a"},
+              "world": 1, "seed": 0, "batch_size": 8}
+    if isinstance(said, str):
+        with pytest.raises(ValueError, match=said):
+            check_resumable(record | was, record | now, tmp_path)
+    else:
+        assert check_resumable(record | was, record | now, tmp_path) == said
 
 
 def test_compiled_training_resumes_bit_identical_and_compiles_once(shapes, tmp_path, graphs):
     options = ("compile=true", "model.depth=2",
-               "model.routes=[{start_layer_idx: 1, end_layer_idx: 1, selection_ratio: 0.5}]",
-               "checkpoint.every=2", "log.every=2")
+               "model.routes=[{start_layer_idx: 1, end_layer_idx: 1, selection_ratio: 0.5}]", "checkpoint.every=2",
+               "log.every=2")
     result = train_here(tmp_path / "whole", shapes, "steps=4", *options)
     assert result.returncode == 0 and graphs.frame_count == 2, result.stderr
     assert not any("_orig_mod" in key for key in checkpoints.load(checkpoints.latest(tmp_path / "whole"), "model"))

@@ -50,8 +50,8 @@ def noise_and_labels(n=3):
 
 
 def test_the_network_gets_the_interpolated_latent_the_noise_level_and_the_label():
-    x, eps, t, y = torch.randn(4, 1, 2, 2), torch.randn(4, 1, 2,
-                                                        2), torch.tensor([0.0, 0.25, 0.5, 1.0]), torch.arange(4)
+    x, eps = torch.randn(2, 4, 1, 2, 2)
+    t, y = torch.tensor([0.0, 0.25, 0.5, 1.0]), torch.arange(4)
     net = ExactVelocity(0.5, means=[0.0] * 4)
     RF().loss(net, x, y, t=t, eps=eps)
     (z, t_seen, y_seen), = net.calls
@@ -145,8 +145,8 @@ def test_an_unknown_solver_raises_a_one_line_error():
 
 @pytest.mark.parametrize("case", RECIPES["contrastive"], ids=names(RECIPES["contrastive"]))
 def test_the_contrastive_loss_equals_deltafms_and_sr_dits(case):
-    x, eps, t, y = wave(case["shape"], amplitude=0.7), wave(case["shape"], 1,
-                                                            1.4), torch.tensor(case["t"]), torch.tensor(case["y"])
+    x, eps = wave(case["shape"], amplitude=0.7), wave(case["shape"], 1, 1.4)
+    t, y = torch.tensor(case["t"]), torch.tensor(case["y"])
     plain, contrastive = (RF(contrastive_weight=weight).loss(Pointwise(), x, y, t=t, eps=eps)
                           for weight in (0, case["weight"]))
     assert plain.tolist() == pytest.approx(case["flow"], abs=1e-5)

@@ -1,6 +1,4 @@
-"""Training as users run it: what it starts from, options of the loop, mistakes, one step, what it writes and samples.
-
-"""
+"""Training as users run it: what it starts from, options of the loop, mistakes, one step, what it writes, samples."""
 
 import io
 import json
@@ -15,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import ROOT, run_command
+from conftest import run_command
 from PIL import Image
 from safetensors.torch import load_file
+from test_prepare_latents import prepare
 from tqdm import tqdm
 from training_runs import assert_same_end, rows, train_here, trained
 from training_runs import train_here as train
@@ -76,12 +75,11 @@ def test_steps_without_a_finite_gradient_are_skipped_counted_and_too_many_stop_t
     assert skipped == sorted(skipped) and skipped[-1] >= 6 and rows(run)[-1]["loss"] is None
     good = checkpoints.step_folder(run, 6)  # the last one from before the learning rate that was too high
     assert f"Move checkpoints newer than {good} away to resume from it; and lower optimizer.lr" in result.stderr
-    weights = [load_file(path / "model.safetensors")
-               for path in checkpoints.all_steps(run) if checkpoints.step_of(path) > 6]
-    assert len(weights) >= 2 and all(torch.equal(weights[0][key], weights[-1][key])
-                                     for key in weights[0])  # skipped steps moved nothing
-    assert max(value.abs().max() for value in weights[0].values()) > 1e6  # and the newer ones are of no use
-    assert max(value.abs().max() for value in load_file(good / "model.safetensors").values()) < 1e6
+    useful, first, *_, last = (load_file(path / "model.safetensors") for path in checkpoints.all_steps(run)
+                               if checkpoints.step_of(path) >= 6)
+    assert all(torch.equal(first[key], last[key]) for key in first)  # skipped steps moved nothing
+    largest = [max(value.abs().max() for value in weights.values()) for weights in (useful, first)]
+    assert largest[0] < 1e6 < largest[1]
 
 
 def test_a_run_of_which_every_step_is_skipped_does_not_finish_however_short_it_is(shapes, tmp_path, monkeypatch):
@@ -143,11 +141,9 @@ def step_of(parts=1, size=8, label_dropout=0.0, clip_norm=None) -> SimpleNamespa
     [gradient] = torch.autograd.grad(whole, [model.weight])
     model.seen.clear()
     loss, norm, _, terms = train_step(accelerator, model, model, optimizer, x, y, {"weight": weight},
-                                      label_dropout=label_dropout,
-                               clip_norm=clip_norm, num_parts=parts)
+                                      label_dropout=label_dropout, clip_norm=clip_norm, num_parts=parts)
     return SimpleNamespace(moved=before - model.weight.detach(), gradient=gradient, loss=loss, whole=whole.detach(),
-                           norm=norm, y=y, terms=terms,
-                           seen=torch.cat(model.seen))
+                           norm=norm, y=y, terms=terms, seen=torch.cat(model.seen))
 
 
 @pytest.mark.parametrize("parts", [1, 4])
@@ -175,12 +171,11 @@ def test_a_share_of_the_labels_is_dropped_each_by_itself(fresh_accelerator, shar
 def test_a_run_takes_the_steps_that_its_settings_name(shapes, tmp_path):
     """The learning rate's schedule and the average's warm-up; a step of AdamW is compared with published trainers'."""
     result = train(tmp_path, shapes, "steps=6", "log.every=1", "checkpoint.every=1", "checkpoint.keep_last=9",
-                   "ema.warmup=true", "ema.decay=0.3",
-                   "optimizer.lr=0.01", "optimizer.warmup_steps=2", "optimizer.schedule=cosine")
+                   "ema.warmup=true", "ema.decay=0.3", "optimizer.lr=0.01", "optimizer.warmup_steps=2",
+                   "optimizer.schedule=cosine")
     assert result.returncode == 0, result.stderr
-    assert [row["lr"]
-            for row in rows(tmp_path)] == pytest.approx([0.005, 0.01,
-                                                         *(0.01 * (1 + np.cos(np.pi * i / 4)) / 2 for i in range(4))])
+    lr = [0.005, 0.01, *(0.01 * (1 + np.cos(np.pi * i / 4)) / 2 for i in range(4))]
+    assert [row["lr"] for row in rows(tmp_path)] == pytest.approx(lr)
     saved = [{name: checkpoints.load(folder, name) for name in ("model", "ema")}
              for folder in checkpoints.all_steps(tmp_path)]
     name = "final_layer.linear.weight"
@@ -194,8 +189,7 @@ def test_a_null_label_that_was_never_trained_guides_nothing(shapes, pixel_refere
     def drawn(checkpoint, *options):
         try:
             run_command(sample.main, "sample.py", "cpu=true", f"checkpoint={checkpoint}", "seeds=0", "num_steps=2",
-                        "guidance=cfg",
-                        f"out={tmp_path}/drawn.npz", "overwrite=true", *options)
+                        "guidance=cfg", f"out={tmp_path}/drawn.npz", "overwrite=true", *options)
         except SystemExit as stop:
             return str(stop.code)
 
@@ -223,8 +217,7 @@ def test_scores_and_grids_are_made_on_time_from_the_untrained_network_on_and_do_
     run = tmp_path / "run"
     options = ("samples.every=10", "samples.seeds=0-5", "samples.num_steps=2", "samples.batch_size=20000",
                "evaluate.every=10", f"evaluate.reference={pixel_reference}", "evaluate.num_samples=6",
-               "evaluate.num_steps=2",
-               "evaluate.batch_size=4", "evaluate.guidance_scales=[null,1.5]")
+               "evaluate.num_steps=2", "evaluate.batch_size=4", "evaluate.guidance_scales=[null,1.5]")
     trained(run, shapes, *options)
     scored = [json.loads(line) for line in (run / "results.jsonl").read_text().splitlines()]
     assert [(row["source"]["step"], (row["source"]["guidance"] or {}).get("scale")) for row in scored] == [
@@ -234,8 +227,11 @@ def test_scores_and_grids_are_made_on_time_from_the_untrained_network_on_and_do_
     assert {path.name for path in (run / "samples").iterdir()} == {f"step-{step:08d}.png" for step in (0, 10, 20, 24)}
     assert_same_end(run, reference)
     before = (run / "results.jsonl").read_bytes()
-    (run / "results.jsonl").write_bytes(before[: before.rindex(b"{\"metrics\"")])  # as if killed before the last one
-    assert train(run, shapes, *options).returncode == 0
+    (run / "results.jsonl").write_bytes(before[: before.rindex(b"{\"metrics\"")])  # as if killed after the last save
+    grid = run / "samples/step-00000024.png"
+    sampled = grid.read_bytes()
+    grid.unlink()
+    assert train(run, shapes, *options).returncode == 0 and grid.read_bytes() == sampled
     again = [json.loads(line) for line in (run / "results.jsonl").read_text().splitlines()]
     assert [row["metrics"] for row in again] == [row["metrics"] for row in scored]
 
@@ -247,14 +243,14 @@ def shown(shapes, pixel_reference, tmp_path_factory) -> tuple[Path, list[dict]]:
     with pytest.MonkeyPatch.context() as patch:
         def init_trackers(self, project, config, init_kwargs):
             told.append([*map(str, self.log_with), config])
-            self.trackers = [SimpleNamespace(name="tensorboard", finish=lambda: None, log_images=lambda *args,
-                                             **how: told.append((args, how)))]
+            self.trackers = [SimpleNamespace(name="tensorboard", finish=lambda: None,
+                                             log_images=lambda *args, **how: told.append((args, how)))]
 
         patch.setattr(Accelerator, "init_trackers", init_trackers)
         patch.setattr(Accelerator, "log", lambda self, values, step: told.append(values))
         result = train(run, shapes, "steps=4", "log.trackers=[tensorboard]", "optimizer.lr=0.01",
-                       "optimizer.warmup_steps=0", "ema.decay=0.5", "ema.warmup=false",
-                       "samples.every=4", "samples.seeds=0-5", "samples.num_steps=2", "evaluate.every=4",
+                       "optimizer.warmup_steps=0", "ema.decay=0.5", "ema.warmup=false", "samples.every=4",
+                       "samples.seeds=0-5", "samples.num_steps=2", "evaluate.every=4",
                        f"evaluate.reference={pixel_reference}", "evaluate.num_samples=6", "evaluate.num_steps=2",
                        "evaluate.guidance_scales=[null,1.5]")
     assert result.returncode == 0, result.stderr
@@ -265,8 +261,7 @@ def shown(shapes, pixel_reference, tmp_path_factory) -> tuple[Path, list[dict]]:
 def test_grids_and_scores_in_training_are_of_the_average(shown, pixel_reference, tmp_path, fresh_accelerator, weights):
     run, _ = shown
     run_command(fid.main, "fid.py", checkpoint=run, weights=weights, reference=pixel_reference, features="pixels",
-                num_samples=6, num_steps=2,
-                seed=100_000, cpu=True, results=tmp_path / "results.jsonl")
+                num_samples=6, num_steps=2, seed=100_000, cpu=True, results=tmp_path / "results.jsonl")
     scored, again = ([row["metrics"] for row in files.read_rows(folder / "results.jsonl")]
                      for folder in (run, tmp_path))
     assert (again[0] == pytest.approx(scored[2], rel=1e-6)) == (weights == "ema")
@@ -282,8 +277,8 @@ def test_classes_without_images_are_neither_scored_nor_shown(shapes, reference, 
         labels = np.load(file)
         np.save(file, np.where(labels == 2, 3, labels))
     result = train(run, data, "steps=2", "data.num_classes=8", "samples.every=2", "samples.seeds=0-9",
-                   "samples.num_steps=2", "evaluate.every=2",
-                   f"evaluate.reference={pixel_reference}", "evaluate.num_samples=6", "evaluate.num_steps=2")
+                   "samples.num_steps=2", "evaluate.every=2", f"evaluate.reference={pixel_reference}",
+                   "evaluate.num_samples=6", "evaluate.num_steps=2")
     assert result.returncode == 0, result.stderr
     assert "3 of 8 classes have no training images (2, 6, 7), which are sampled if named." in result.stdout
     here = [0, 1, 3, 4, 5]
@@ -299,25 +294,23 @@ def test_trackers_receive_the_settings_the_rows_the_grids_and_the_scores(shown):
     before, before_guided, after, after_guided = (row["metrics"] for row in files.read_rows(run / "results.jsonl"))
     grids, others = ([call for call in told if isinstance(call, tuple) == is_grid] for is_grid in (True, False))
     for ((images,), how), step in zip(grids, (0, 4), strict=True):  # of the untrained network, too
-        assert np.array_equal(images["samples"][0],
-                              np.asarray(Image.open(run / f"samples/step-{step:08d}.png"))) and how == {"step": step,
-                                      "dataformats": "NHWC"}
-    assert others == [before, {f"{name}_guided_1.5": value for name, value in before_guided.items()},
-                      *files.read_rows(run / "metrics.jsonl"),
-                    after, {f"{name}_guided_1.5": value for name, value in after_guided.items()}]
+        assert np.array_equal(images["samples"][0], np.asarray(Image.open(run / f"samples/step-{step:08d}.png")))
+        assert how == {"step": step, "dataformats": "NHWC"}
+    guided = [{f"{name}_guided_1.5": value for name, value in row.items()} for row in (before_guided, after_guided)]
+    assert others == [before, guided[0], *files.read_rows(run / "metrics.jsonl"), after, guided[1]]
 
 
 def run_named(name, init_trackers=lambda *args: None):
     """What start_trackers sees of a run."""
     return SimpleNamespace(cfg=SimpleNamespace(log=SimpleNamespace(trackers=["wandb"]), name=name, model_dump=dict),
-                           folder=Path("runs") / name, step=0,
-                           run_id=f"{name}-18ab", accelerator=SimpleNamespace(init_trackers=init_trackers))
+                           folder=Path("runs") / name, step=0, run_id=f"{name}-18ab",
+                           accelerator=SimpleNamespace(init_trackers=init_trackers))
 
 
 def test_wandb_gets_the_runs_name_and_an_id_that_it_accepts():
     told = []
-    start_trackers(run_named("lr:1e-4 #2 50% größe", lambda *args: told.append(args[2]["wandb"])))
-    start_trackers(run_named(200 * "x", lambda *args: told.append(args[2]["wandb"])))
+    for name in ("lr:1e-4 #2 50% größe", 200 * "x"):
+        start_trackers(run_named(name, lambda *args: told.append(args[2]["wandb"])))
     assert told[0]["name"] == "lr:1e-4 #2 50% größe" and told[0]["id"] == "lr-1e-4--2-50--gr--e-18ab"
     assert len(told[1]["id"]) == 128
 
@@ -350,8 +343,8 @@ def test_a_score_counts_only_for_the_network_and_the_settings_that_it_was_made_w
     assert len(first) == len(again) == len(deeper) == 1 and first[0][3] == again[0][3] != deeper[0][3]
     saved = scored("steps=1", "evaluate.every=1")
     assert [row[:2] for row in saved] == [(0, 6), (1, 6)] and scored("steps=1", "evaluate.every=1") == saved
-    assert [row[:2]
-            for row in scored("steps=1", "evaluate.every=1", "evaluate.num_samples=4")] == [(0, 6), (1, 6), (1, 4)]
+    fewer = scored("steps=1", "evaluate.every=1", "evaluate.num_samples=4")
+    assert [row[:2] for row in fewer] == [(0, 6), (1, 6), (1, 4)]
     before = files.read_rows(tmp_path / "run/results.jsonl")
     (tmp_path / "run").rename(tmp_path / "moved")
     scored("steps=1", "evaluate.every=1", run=tmp_path / "moved")
@@ -412,11 +405,10 @@ def test_a_run_that_cannot_compile_ends_before_it_starts(nothing_installed, shap
 
 def test_compilation_is_announced_until_the_first_step_is_done(shapes, tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda forward, **how: forward)
-    out = train_here(tmp_path / "run", shapes, "compile=true", "steps=2").stdout
-    assert re.search(r"compiling \(compile=true\): .*\nstep 1/2 .* s  with compiling\nstep 2/2 .* s\n", out)
-    assert "compiling (" not in train_here(tmp_path / "run", shapes, "compile=true",
-                                           "steps=2").stdout  # it has finished
-    assert "compiling (" not in train_here(tmp_path / "eager", shapes, "compile=false", "steps=2").stdout
+    first, finished = (train_here(tmp_path / "run", shapes, "compile=true", "steps=2").stdout for _ in range(2))
+    assert re.search(r"compiling \(compile=true\): .*\nstep 1/2 .* s  with compiling\nstep 2/2 .* s\n", first)
+    eager = train_here(tmp_path / "eager", shapes, "compile=false", "steps=2").stdout
+    assert "compiling (" not in finished + eager
 
     optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
     run = SimpleNamespace(cfg=SimpleNamespace(compile=True, steps=9), step=0,
@@ -427,12 +419,10 @@ def test_compilation_is_announced_until_the_first_step_is_done(shapes, tmp_path,
         assert (before, bar.postfix) == ("compiling", "")
 
 
-def test_a_warmup_beyond_the_end_is_refused_if_typed_and_warned_of_if_not(shapes, tmp_path):
-    told = "at steps=4 the learning rate ends at 4% of optimizer.lr"
-    assert f"optimizer.warmup_steps=100 is longer than the run: {told}." in train_here(tmp_path / "run", shapes,
-                                                                                       "steps=4").stdout
-    refused = train_here(tmp_path / "other", shapes, "steps=4", "optimizer.warmup_steps=100")
-    assert refused.returncode == 1 and told in refused.stderr
+def test_a_warmup_beyond_the_end_that_is_not_typed_is_warned_of(shapes, tmp_path):      # typed: tests/test_mistakes.py
+    printed = train_here(tmp_path / "run", shapes, "steps=4").stdout
+    assert ("optimizer.warmup_steps=100 is longer than the run: at steps=4 the learning rate ends at 4% of "
+            "optimizer.lr." in printed)
 
 
 def test_settings_of_scores_without_scores_are_refused_unless_they_are_turned_off(shapes, tmp_path):
@@ -444,11 +434,11 @@ def test_settings_of_scores_without_scores_are_refused_unless_they_are_turned_of
 
 def bare_run(folder):
     """A run of which only the reports are looked at."""
-    accelerator, nothing = Accelerator(cpu=True), dict.fromkeys(("latents", "decode", "grid", "evaluator", "record",
-                                                                 "model", "averages"))
-    return Run(SimpleNamespace(batch_size=4, steps=9, max_skipped_in_row=9), accelerator, folder, **nothing,
-               objective=SimpleNamespace(terms=()),
-               optimizer=torch.optim.SGD([torch.zeros(1)]), sums=Sums(accelerator.device))
+    accelerator = Accelerator(cpu=True)
+    unused = dict.fromkeys(("latents", "decode", "grid", "evaluator", "record", "model", "averages"))
+    return Run(SimpleNamespace(batch_size=4, steps=9, max_skipped_in_row=9), accelerator, folder, **unused,
+               objective=SimpleNamespace(terms=()), optimizer=torch.optim.SGD([torch.zeros(1)]),
+               sums=Sums(accelerator.device))
 
 
 def test_a_loss_of_more_than_twice_the_lowest_is_named_in_its_line(tmp_path, capsys, fresh_accelerator):
@@ -517,15 +507,16 @@ def test_tokens_that_a_mask_keeps_take_no_route(fresh_accelerator, diffusion, pa
 @pytest.fixture
 def masked(tmp_path) -> Path:
     """A latent folder of 12 images whose right halves have no weight."""
-    folder = shutil.copytree(ROOT / "tests/before/latents", tmp_path / "masked")
+    folder = tmp_path / "masked"
+    prepare("shapes", folder, resolution=8, shapes={"count": 12, "seed": 0})
     np.save(folder / "masks-00000.npy", HALF[:1, 0].expand(12, 8, 8).numpy().astype(np.uint8))
     return folder
 
 
 V1 = ["model=tread_v1", "objective=version1", "keep_masked=true"]
 SMALL = ["data=folder", "model.backbone_type=DiT-S/2", "model.hidden_size=16", "model.depth=10", "model.num_heads=2",
-         "batch_size=6", "log.every=2",
-         "checkpoint.every=2", "samples.every=0", "precision=fp32", "compile=false", "cpu=true"]
+         "batch_size=6", "log.every=2", "checkpoint.every=2", "samples.every=0", "precision=fp32", "compile=false",
+         "cpu=true"]
 
 
 def test_a_folder_with_masks_trains_by_version_1_and_resumes_bit_for_bit(masked, tmp_path, fresh_accelerator):
@@ -571,13 +562,12 @@ def test_a_small_custom_set_gets_a_batch_and_steps_that_fit(tmp_path, capsys, fr
     run_command(prepare_latents.main, "prepare_latents.py", f"source={source}", "resolution=16", "autoencoder=identity",
                 f"out={out}")
     run_command(train_main, "train.py", "experiment=small", f"data.path={out}", f"run_dir={run}",
-                "model.hidden_size=32", "model.num_heads=2",
-                "model.depth=6", "samples.seeds=0-5", "samples.num_steps=2", "precision=fp32", "steps=2", "cpu=true",
-                "compile=false")
+                "model.hidden_size=32", "model.num_heads=2", "model.depth=6", "samples.seeds=0-5",
+                "samples.num_steps=2", "precision=fp32", "steps=2", "cpu=true", "compile=false")
     assert "For 60 latents: batch_size=15 steps=2." in capsys.readouterr().out
     meta = checkpoints.read_meta(checkpoints.latest(run))
-    assert meta["batch_size"] == 15 and [meta["network"][key]
-                                         for key in ("in_channels", "input_size", "num_classes")] == [3, 16, 3]
+    assert meta["batch_size"] == 15 and meta["network"].items() >= {"in_channels": 3, "input_size": 16,
+                                                                    "num_classes": 3}.items()
     assert (run / "samples/step-00000002.png").is_file()
 
 

@@ -2,18 +2,19 @@
 
 import contextlib
 import importlib
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
-from conftest import ROOT, run_command
+from conftest import ROOT, change_record, run_command
 from PIL import Image
 from safetensors.torch import load_file
 from test_import_latents import write_fastdit, write_tread
 from test_labels import put_zip
+
+from weights import checkpoint as checkpoints
 
 EMA, STEP = "checkpoints/step-00000004/ema.safetensors", "checkpoints/step-00000004"
 NETWORK = ["model.backbone_type=DiT-S/4", "model.hidden_size=8", "model.depth=7", "model.num_heads=2"]
@@ -36,19 +37,17 @@ GIVEN = {  # settings with which each command works
 
 def make(place: Path) -> Path:
     """Fills a folder with all that the commands read; returns it."""
-    for name in ("run", "latents"):
-        shutil.copytree(ROOT / "tests/before" / name, place / name)
-    shutil.copy(ROOT / "tests/before/images.npz", place)
+    run(place, "prepare_latents", ["source=shapes", "shapes.count=12", "out=latents"])
+    run(place, "train", ["run_dir=run", "steps=4"])
+    run(place, "sample", ["seeds=0-3", "num_steps=2", "out=images.npz"])
     shutil.copytree(place / "latents", place / "taught")  # by a teacher of 4 tokens an image
     np.save(place / "taught/teacher-00000.npy", np.ones((12, 4, 6), np.float16))
-    meta = json.loads((place / "taught/metadata.json").read_text())
-    meta["arrays"] = {"teacher": {"shape": [4, 6], "dtype": "float16", "mirror": "files"}}
-    (place / "taught/metadata.json").write_text(json.dumps(meta))
+    change_record(place / "taught", arrays={"teacher": {"shape": [4, 6], "dtype": "float16", "mirror": "files"}})
     for name, changes in {"flow": {}, "dense": {"routes": []}}.items():
         shutil.copytree(place / "run", place / name)
-        meta = json.loads((place / name / STEP / "meta.json").read_text())
+        meta = checkpoints.read_meta(place / name / STEP)
         meta["diffusion"], meta["network"] = {"name": "rf"}, meta["network"] | changes
-        (place / name / STEP / "meta.json").write_text(json.dumps(meta))
+        checkpoints.write_meta(place / name / STEP, meta)
     torch.save({"ema": load_file(place / "run" / EMA)}, place / "weights.pt")
 
     for file in (*(f"four/{i}.png" for i in range(4)), "mixed/0.png", "pets/ant/0.png", "pets/bee/1.png"):

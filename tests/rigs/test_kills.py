@@ -7,13 +7,11 @@
 A life is a forked child that runs a command as it is. All files must be equal bit for bit, except for clock times.
 """
 
-import builtins
 import contextlib
 import ctypes
 import errno
 import hashlib
 import importlib
-import io
 import json
 import os
 import random
@@ -29,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from forked import Ended, Life
+from forked import Changes, Ended, Life, killing
 
 from latents import writer
 from runtime import files
@@ -185,83 +183,7 @@ def shards_done(out: Path) -> int:
     return 10**6 if (out / "metadata.json").is_file() else len(list(out.glob("record-*.json")))
 
 
-# ---- the changes that a process makes to files, one after the other -------------------------------------------------
-
-
-class Changes:
-    """Calls `meet(number, kind, half)` before each change to a file or folder at or below `folder`.
-
-    An audit hook hears Python's own calls; writing and fsync, which it does not hear, are replaced. What a library
-    writes by itself is heard as it opens the file, if at all. For a forked child: an audit hook cannot be taken away.
-    """
-
-    def __init__(self, folder: Path, meet: Callable):
-        self.folder, self.meet, self.number, self.is_quiet = str(folder), meet, 0, False
-        self.open, self.fsync = io.open, os.fsync
-        builtins.open = io.open = self.opened
-        os.fsync = self.synced
-        sys.addaudithook(self.heard)
-
-    def concerns(self, path: object, descriptor: int = -1) -> bool:
-        if isinstance(path, int):
-            return False
-        path = os.fsdecode(os.fspath(path))
-        if descriptor >= 0:  # what it is relative to, as in rmtree
-            path = os.path.join(os.readlink(f"/proc/self/fd/{descriptor}"), path)
-        return os.path.abspath(path).startswith(self.folder)
-
-    def happens(self, kind: str, half: Callable[[], None] = lambda: None) -> None:
-        if not self.is_quiet:
-            self.number, self.is_quiet = self.number + 1, True  # what is done to meet it is no change of its own
-            try:
-                self.meet(self.number, kind, half)
-            finally:
-                self.is_quiet = False
-
-    def heard(self, event: str, arguments: tuple) -> None:
-        paths = {"open": 1, "os.mkdir": 1, "os.remove": 1, "os.rmdir": 1, "os.rename": 2}.get(event, 0)
-        if self.is_quiet or not paths:
-            return
-        if event == "open" and not arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND):
-            return
-        descriptor = arguments[-1] if event in ("os.mkdir", "os.remove", "os.rmdir") else -1
-        if any(self.concerns(path, descriptor) for path in arguments[:paths]):
-            self.happens(event)
-
-    def opened(self, file, mode="r", buffering=-1, encoding=None, errors=None, newline=None, closefd=True, opener=None):
-        """Opens as `open` does; what is written below the folder is heard as the system gets it."""
-        if opener is not None or not set(mode) & set("wax+") or not self.concerns(file):
-            return self.open(file, mode, buffering, encoding, errors, newline, closefd, opener)
-        raw = Written(file, mode.replace("b", "").replace("t", ""))
-        raw.changes = self
-        if buffering == 0:
-            return raw
-        buffered = (io.BufferedRandom if "+" in mode else io.BufferedWriter)(raw)
-        return buffered if "b" in mode else io.TextIOWrapper(buffered, encoding, errors, newline)
-
-    def synced(self, descriptor: int) -> None:
-        if self.concerns(os.readlink(f"/proc/self/fd/{descriptor}")):
-            self.happens("fsync")
-        self.fsync(descriptor)
-
-
-class Written(io.FileIO):
-    """A file whose writes are heard before they reach the system."""
-
-    def write(self, data) -> int:
-        view = memoryview(data).cast("B")
-        self.changes.happens("write", lambda: super(Written, self).write(view[: len(view) // 2]) and None)
-        return super().write(view)
-
-
-def killing(at: int, number: int) -> Callable:
-    """Sends this process a signal at a change to a file, in the middle of it where it is a write and SIGKILL."""
-    def meet(change: int, kind: str, half: Callable[[], None]) -> None:
-        if change == at:
-            if number == signal.SIGKILL:
-                half()
-            os.kill(os.getpid(), number)
-    return meet
+# ---- faults -------------------------------------------------------------------------------------------------------
 
 
 def failing(at: int, number: int) -> Callable:

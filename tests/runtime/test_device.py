@@ -1,6 +1,4 @@
-"""A GPU that torch cannot use, or only slowly, ends a command in a sentence; the GPUs, drivers and processes are fake.
-
-"""
+"""A GPU that torch cannot use, or only slowly, ends a command in a sentence; GPUs, drivers and processes are fake."""
 
 import ctypes
 import os
@@ -56,24 +54,18 @@ def test_the_suite_hides_gpus_from_every_process_that_it_starts(monkeypatch, pyt
     assert "CUDA_VISIBLE_DEVICES" not in os.environ  # python -m pytest -m gpu sees them
 
 
-def test_a_driver_older_than_torchs_cuda_is_named_with_what_fits(driver):
-    driver(0, (12, 4), 8)
-    with pytest.raises(ValueError,
-                       match=r"CUDA 13\.2\) cannot use, as its driver 550\.54\.15 is for CUDA 12\.4: install driver "
-                             r"580 or newer, or "
-                                         r"a torch wheel for CUDA 12 .*cpu=true"):
-        check_device(False)
-    assert check_device(True)
-
-
-@pytest.mark.parametrize(("answer", "words"),
-                         [((803, (13, 2), 0), "driver 550.54.15 reports error 803"),
-                          ((None, None, 0), "libcuda.so.1 is not installed")])
-def test_a_driver_that_fails_or_lacks_its_library_beside_a_gpu_is_an_error(driver, answer, words, monkeypatch):
+@pytest.mark.parametrize(("answer", "words"), [
+    ((0, (12, 4), 8), r"CUDA 13\.2\) cannot use, as its driver 550\.54\.15 is for CUDA 12\.4: install driver 580 or "
+                      r"newer, or a torch wheel for CUDA 12 .*cpu=true"),
+    ((803, (13, 2), 0), "driver 550.54.15 reports error 803"),
+    ((None, None, 0), "libcuda.so.1 is not installed"),
+])
+def test_a_driver_that_is_old_fails_or_lacks_its_library_beside_a_gpu_is_an_error(driver, answer, words, monkeypatch):
     driver(*answer)
     monkeypatch.setattr(device.Path, "glob", lambda self, pattern: iter(["/dev/nvidia0"]))
     with pytest.raises(ValueError, match=words):
         check_device(False)
+    assert check_device(True)
 
 
 def test_gpus_that_the_user_has_hidden_are_no_error(driver, monkeypatch):
@@ -115,33 +107,32 @@ def test_the_drivers_library_is_asked_for_its_cuda_and_its_gpus(monkeypatch):
     assert device.ask_driver() == (803, (12, 4), 0)
 
 
-@pytest.mark.parametrize(("capability", "fits"),
-                         [((7, 0), False), ((7, 5), True), ((8, 9), True), ((9, 0), True), ((12, 1), True),
-                          ((13, 0), True),
-                                                  ((6, 1), False)])
-def test_a_gpu_that_torch_has_no_kernels_for_is_named_with_those_that_it_has(gpus, capability, fits):
+@pytest.mark.parametrize("capability", [(7, 5), (8, 9), (9, 0), (12, 1), (13, 0)])
+def test_a_gpu_that_torch_has_kernels_for_is_used(gpus, capability):
+    gpus(capability=capability)
+    assert not check_device(False)
+
+
+@pytest.mark.parametrize("capability", [(6, 1), (7, 0)])
+def test_a_gpu_that_torch_has_no_kernels_for_is_named_with_those_that_it_has(gpus, capability):
     gpus(capability=capability, name="Tesla V100")
-    if fits:
-        assert not check_device(False)
-    else:
-        with pytest.raises(ValueError,
-                           match=rf"Tesla V100 has compute capability {capability[0]}\.{capability[1]}, and torch .* "
-                                 rf"is built for sm_75, "
-                                             r".*cpu=true"):
-            check_device(False)
+    with pytest.raises(ValueError, match=r"Tesla V100 has compute capability {}\.{}, and torch .* is built for sm_75, "
+                                         r".*cpu=true".format(*capability)):
+        check_device(False)
 
 
-def test_what_is_compiled_for_one_model_alone_runs_on_no_other():
-    assert device.runs_on("sm_90a", (9, 0)) and not device.runs_on("sm_90a", (10, 0)) and not device.runs_on("sm_100a",
-                                                                                                             (10, 3))
-    assert device.runs_on("sm_100f", (10, 3)) and not device.runs_on("compute_90", (8, 9))
+@pytest.mark.parametrize(("kernels", "capability", "runs"), [
+    ("sm_90a", (9, 0), True), ("sm_90a", (10, 0), False), ("sm_100a", (10, 3), False), ("sm_100f", (10, 3), True),
+    ("compute_90", (8, 9), False),
+])
+def test_what_is_compiled_for_one_model_alone_runs_on_no_other(kernels, capability, runs):
+    assert device.runs_on(kernels, capability) == runs
 
 
 def test_bf16_that_a_gpu_would_emulate_is_an_error_that_names_fp16(gpus):
     gpus(capability=(7, 5), name="Tesla T4")
-    with pytest.raises(ValueError,
-                       match=r"precision=bf16 needs compute capability 8\.0 .* Tesla T4, .* 7\.5, .*: set "
-                             r"precision=fp16"):
+    with pytest.raises(ValueError, match=r"precision=bf16 needs compute capability 8\.0 .* Tesla T4, .* 7\.5, .*: set "
+                                         r"precision=fp16"):
         check_device(False, precision="bf16")
     with pytest.raises(ValueError, match="decode_precision=bf16 needs"):
         join_ranks(False, False, {"precision": "fp16", "decode_precision": "bf16"})

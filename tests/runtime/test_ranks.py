@@ -17,7 +17,6 @@ from training_runs import assert_same_end, command, rows, train, wait_until
 from runtime import ranks
 from runtime.command import program
 from runtime.device import join_ranks
-from training import speed
 from weights import checkpoint as checkpoints
 
 LONG = ("steps=100000", "log.every=1", "checkpoint.every=100000", "model.depth=3", "model.routes=[]", "compile=false",
@@ -158,8 +157,8 @@ def test_usr1_is_a_request_to_stop_and_a_later_signal_does_not_look_like_a_saved
     now, ended = 100.0, []
     stop = listening(lambda: now)
     monkeypatch.setattr(os, "_exit", ended.append)
-    for number in (signal.SIGUSR1, signal.SIGTERM,
-                   signal.SIGINT):  # timeout, torchrun and accelerate launch send a second one at once
+    # timeout, torchrun and accelerate launch send a second one at once.
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
         os.kill(os.getpid(), number)
     assert stop.agreed() == signal.SIGUSR1 and not ended
     now += 5
@@ -302,23 +301,3 @@ def test_a_signal_while_a_grid_is_sampled_saves_the_step_and_the_grid_is_made_on
     grids = [{path.name: path.read_bytes() for path in (folder / "samples").iterdir()} for folder in (run, whole)]
     assert grids[0] == grids[1] and len(grids[0]) == 2
     assert [folder.name for folder in checkpoints.all_steps(run)] == ["step-00000006"]
-
-
-@pytest.mark.parametrize("name", ["DEEPSPEED", "FSDP", "MEGATRON_LM"])
-def test_a_config_of_accelerate_that_wraps_the_network_itself_is_refused(monkeypatch, name):
-    monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
-    for make in (lambda: speed.make_accelerator("fp32", 1, False, True), lambda: join_ranks(True, False)):
-        with pytest.raises(ValueError,
-                           match="accelerate's config turns .* torchrun, or turn it off by `accelerate config`"):
-            make()
-
-
-@pytest.mark.parametrize("backend", ["INDUCTOR", "eager"])
-def test_a_config_of_accelerate_that_compiles_itself_is_refused(monkeypatch, backend):
-    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", backend)
-    for make in (lambda: speed.make_accelerator("fp32", 1, False, True), lambda: join_ranks(True, False)):
-        with pytest.raises(ValueError, match=f"compiles by {backend} .* torchrun, .* train.py has compile=true"):
-            make()
-    for off in ("NO", "no"):  # which accelerate launch sets without one
-        monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", off)
-        join_ranks(True, False)

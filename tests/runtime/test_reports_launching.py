@@ -1,4 +1,8 @@
-"""Situations from public reports, launchers and logging: the source, the situation, what comes out."""
+"""Situations from public reports, launchers and logging: the source, the situation, what comes out.
+
+Tested elsewhere: Hydra's sweeps and folders (hydra-ecosystem/hydra#1969, #851, #2797 and
+ashleve/lightning-hydra-template#511) in tests/test_mistakes.py.
+"""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -6,60 +10,42 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tqdm import tqdm
-from training_runs import command, train_here, trained
+from training_runs import command, trained
 
 import sample
 import train
 from runtime import files
-from runtime.device import require_plain_launch
+from runtime.device import join_ranks, require_plain_launch
 from runtime.notebook import hides_bars
 from training.speed import make_accelerator
 from weights import checkpoint as checkpoints
 
-REFUSED = [
-    # report, arguments of train.py, words of the sentence
-    ("hydra-ecosystem/hydra#1969", "repeating one job", ["-m", "seed=0,0,0"],
-     "3 jobs of --multirun would write to run_dir=again"),
-    ("hydra-ecosystem/hydra#851", "a launcher without --multirun", ["hydra/launcher=submitit_slurm"],
-     "hydra/launcher=submitit_slurm would change nothing"),
-    ("ashleve/lightning-hydra-template#511", "a sweep's runs in one folder", ["-m", "seed=0,1", "run_dir=x"],
-     "run_dir='x-${seed}'"),
-    ("hydra-ecosystem/hydra#2797", "outputs moved by Hydra's own settings", ["hydra.run.dir=outputs/x"],
-     "hydra.run.dir=outputs/x would change nothing"),
-]
 
-
-@pytest.mark.parametrize(("report", "situation", "arguments", "words"), REFUSED,
-                         ids=lambda part: part if "#" in part else "")
-def test_what_would_train_nothing_or_elsewhere_is_refused_at_once(report, situation, arguments, words, shapes, tmp_path,
-                                                                  monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    ended = train_here("again", shapes, *arguments)
-    assert ended.returncode == 1 and words in ended.stderr and not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(("report", "environment", "words"), [
-    ("NVlabs/Long-RL#20: srun without RANK", {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "8"},
-     "srun has started 8 processes"),
-    ("Lightning-AI/pytorch-lightning#15011: srun --pty",
-     {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"}, None),
-    ("Lightning-AI/pytorch-lightning#6206: srun torchrun",
-     {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "WORLD_SIZE": "16"}, None),
-    ("huggingface/accelerate#3203: DeepSpeed in the default config", {"ACCELERATE_USE_DEEPSPEED": "true"},
-     "turns DeepSpeed on"),
-    ("huggingface/accelerate#2298: a compiler in the default config", {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"},
-     "compiles by INDUCTOR"),
+@pytest.mark.parametrize(("environment", "words"), [
+    # NVlabs/Long-RL#20: srun without RANK
+    ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "8"}, "srun has started 8 processes"),
+    # Lightning-AI/pytorch-lightning#15011 and #6206: srun --pty, srun torchrun
+    ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"}, None),
+    ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "WORLD_SIZE": "16"}, None),
+    # huggingface/accelerate#3203 and #2298: the default config wraps the network, or compiles
+    *(({f"ACCELERATE_USE_{name}": "true"}, "config turns .* torchrun, or turn it off by `accelerate config`")
+      for name in ("DEEPSPEED", "FSDP", "MEGATRON_LM")),
+    *(({"ACCELERATE_DYNAMO_BACKEND": name}, f"compiles by {name} .* torchrun, .* train.py has compile=true")
+      for name in ("INDUCTOR", "eager")),
+    *(({"ACCELERATE_DYNAMO_BACKEND": name}, None) for name in ("NO", "no")),
 ])  # fmt: skip
-def test_how_a_launcher_starts_the_commands(report, environment, words, monkeypatch):
+def test_a_launcher_that_would_change_the_run_is_refused_by_every_command(environment, words, monkeypatch):
     for name in ("WORLD_SIZE", "RANK"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     if words is None:
         require_plain_launch()
-    else:
+        return
+    for make in (require_plain_launch, lambda: make_accelerator("fp32", 1, False, True),
+                 lambda: join_ranks(True, False)):
         with pytest.raises(ValueError, match=words):
-            require_plain_launch()
+            make()
 
 
 def test_settings_of_a_launcher_change_neither_precision_nor_accumulation(monkeypatch, fresh_accelerator):

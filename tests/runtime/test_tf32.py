@@ -64,8 +64,7 @@ def test_every_command_sets_it_and_every_result_says_it(shapes, tmp_path, monkey
         monkeypatch.setattr(module, "set_float32", asked.append)
     run = tmp_path / "run"
     result = train_here(run, shapes, "steps=1", "model.depth=3", "model.routes=[]", "compile=false", "samples.every=1",
-                        "samples.seeds=0-1",
-                        "samples.num_steps=1", "tf32=false")
+                        "samples.seeds=0-1", "samples.num_steps=1", "tf32=false")
     assert result.returncode == 0, result.stderr
     assert json.loads((run / "checkpoints/step-00000001/meta.json").read_text())["history"][0]["tf32"] == "said"
     assert json.loads(Image.open(run / "samples/step-00000001.png").text["drawn"])["tf32"] == "said"
@@ -83,8 +82,7 @@ def test_every_command_sets_it_and_every_result_says_it(shapes, tmp_path, monkey
     run_command(fid.main, "fid.py", f"reference_from={shapes}", "features=pixels", f"out={tmp_path}/reference.npz",
                 "cpu=true", "tf32=false")
     run_command(fid.main, "fid.py", f"images={shapes}", f"reference={tmp_path}/reference.npz", "features=pixels",
-                "cpu=true", "num_samples=8", "tf32=false",
-                f"results={tmp_path}/results.jsonl")
+                "cpu=true", "num_samples=8", "tf32=false", f"results={tmp_path}/results.jsonl")
     assert json.loads((tmp_path / "results.jsonl").read_text())["tf32"] == "said"
     assert asked == 7 * [False]  # training, three drawings, a preparation, a reference and its scores
     accelerator = type("Accelerator", (), {"device": torch.device("cpu"), "num_processes": 1})

@@ -109,26 +109,21 @@ def test_a_run_a_checkpoint_folder_and_a_weights_file_in_it_load_the_same(run):
     assert load_trained(newest.with_name("step-00000001")).step == 1
 
 
-def published(learn_sigma):
-    torch.manual_seed(0)
-    return DiT_models["DiT-S/8"](learn_sigma=learn_sigma, init="xavier").state_dict()
-
-
 def test_seeds_and_classes_are_read_as_people_write_them():
     assert parse_range("seeds", "0-3,7") == parse_range("seeds", [0, "1-3", 7]) == [0, 1, 2, 3, 7]
     assert parse_range("seeds", 5) == [5]
     names = ["ant", "bee", "cat"]
     assert parse_classes("classes", None, 3, names, [0, 2]) == [0, 2]
     assert parse_classes("classes", "bee", 3, names, [0, 2]) == parse_classes("classes", 1, 3, names, [0, 2]) == [1]
-    assert parse_classes("classes", ["cat", 0], 3, names, [1]) == parse_classes("classes", "cat, 0", 3, names,
-                                                                                [1]) == [2, 0]
+    for given in (["cat", 0], "cat, 0"):
+        assert parse_classes("classes", given, 3, names, [1]) == [2, 0]
     assert parse_classes("classes", "0-2", 3, None, [1]) == [0, 1, 2]
     assert parse_classes("classes", "tench, Tinca tinca", 2, ["ant", "tench, Tinca tinca"], [0]) == [1]
     flowers = ["1", "10", "11", "2", "3"]  # numbers that are names select names, one by one or as a range
     for given in (["1", "2", "3"], [1, 2, 3], "1-3", ["1-3"], "1,2-3"):
         assert parse_classes("classes", given, 5, flowers, [0]) == [0, 3, 4], given
-    assert parse_classes("classes", "1-2", 2, ["001", "002"], [0]) == parse_classes("classes", [1, "002"], 2,
-                                                                                    ["001", "002"], [0]) == [0, 1]
+    for given in ("1-2", [1, "002"]):
+        assert parse_classes("classes", given, 2, ["001", "002"], [0]) == [0, 1]
     for given in (0, "0-1", 12):
         with pytest.raises(ValueError, match="or names, 1, 10, 11, 2, 3"):
             parse_classes("classes", given, 5, flowers, [0])
@@ -181,8 +176,8 @@ def test_a_weights_file_of_a_checkpoint_is_recorded_and_sampled_under_its_own_na
         trained = load_trained(folder / f"{name}.safetensors")
         assert trained.weights == name and trained.step == 2
         run_command(main, "sample.py", "cpu=true", f"checkpoint={folder}/{name}.safetensors", "seeds=0", "num_steps=1")
-    assert {path.name for path in (copy / "samples").iterdir()} == {f"step-00000002-{name}-num_steps1-seeds0.png"
-                                                                    for name in ("ema", "model")}
+    assert {path.name for path in (copy / "samples").iterdir()} == {
+        f"step-00000002-{name}-num_steps1-seeds0.png" for name in ("ema", "model")}
     with pytest.raises(ValueError, match="holds weights=model, not weights=ema"):
         load_trained(folder / "model.safetensors", weights="ema")
     content = (folder / "model.safetensors").read_bytes()
@@ -192,7 +187,7 @@ def test_a_weights_file_of_a_checkpoint_is_recorded_and_sampled_under_its_own_na
 
 
 def test_what_is_inferred_from_bare_weights_is_printed_and_num_heads_can_be_given(tmp_path, capsys):
-    save_file(published(learn_sigma=True), tmp_path / "dit.safetensors")
+    save_file(DiT_models["DiT-S/8"](learn_sigma=True, init="xavier").state_dict(), tmp_path / "dit.safetensors")
     for given, heads in ((["diffusion_name=dit"], 6), (["num_heads=8", "diffusion_name=dit"], 8)):
         with pytest.raises(SystemExit):  # Stable Diffusion's autoencoder is not here
             run_command(main, "sample.py", "cpu=true", f"checkpoint={tmp_path}/dit.safetensors", "seeds=0",
@@ -263,8 +258,8 @@ def test_images_of_others_are_neither_mixed_with_ours_nor_cleared(run, tmp_path,
     for options in ([], ["overwrite=true"]):
         with pytest.raises(SystemExit, match=f"pictures that were not made by this code, such as {place.name}"):
             pictures(run, tmp_path / "out", "seeds=0-3", *options)
-    assert place.read_bytes() == before and [file
-                                             for file in (tmp_path / "out").rglob("*") if file.is_file()] == [place]
+    assert place.read_bytes() == before
+    assert [file for file in (tmp_path / "out").rglob("*") if file.is_file()] == [place]
 
 
 @pytest.mark.parametrize("seeds", ["[9223372036854775807]", "4294967296-4294967297"])
@@ -272,21 +267,6 @@ def test_seeds_are_any_number_of_63_bits(run, tmp_path, seeds):
     run_command(main, "sample.py", "cpu=true", f"checkpoint={run}", "num_steps=1", f"out={tmp_path}/x.npz",
                 f"seeds={seeds}")
     assert np.load(tmp_path / "x.npz")["seeds"][0] == int(seeds.strip("[]").split("-")[0])
-
-
-@pytest.mark.parametrize("seeds", ["[9223372036854775808]", "18446744073709551615", "0-18446744073709551615"])
-def test_a_larger_seed_raises_an_error_that_states_the_limit(run, tmp_path, seeds):
-    with pytest.raises(SystemExit, match=r"is too large: 2\^63 - 1 = 9223372036854775807 is the largest"):
-        run_command(main, "sample.py", "cpu=true", f"checkpoint={run}", f"out={tmp_path}/x.npz", f"seeds={seeds}")
-
-
-def test_more_ancestral_steps_than_there_are_noise_levels_are_refused(tmp_path):
-    write_run(tmp_path, NETWORK | {"learn_sigma": True}, 1, {"name": "ddpm"})
-    given = ["cpu=true", f"checkpoint={tmp_path}", "seeds=0", "sampler.solver=ancestral", f"out={tmp_path}/x.npz"]
-    with pytest.raises(SystemExit,
-                       match="num_steps=1001: sampler.solver=ancestral visits some of 1000 noise levels.*set "
-                             "num_steps=1000 or fewer"):
-        run_command(main, "sample.py", *given, "num_steps=1001")
 
 
 def test_a_repeated_seed_is_one_image_and_is_counted_once(run, tmp_path, capsys):

@@ -103,8 +103,7 @@ def test_the_adm_graph_takes_any_batch_and_gives_seven_channels(graph):
     assert adm.sizes == {"pool": 2048, "spatial": 2023, "probs": 5} and adm.distance == "fid"
     images = pictures(3)
     found = adm.compute(images)
-    assert {name: tuple(value.shape) for name, value in found.items()} == {name: (3, size)
-                                                                           for name, size in adm.sizes.items()}
+    assert {name: len(value[0]) for name, value in found.items()} == adm.sizes and len(found["pool"]) == 3
     assert torch.allclose(found["probs"].sum(1), torch.ones(3), atol=1e-5)
     one = adm.compute(images[2:])
     assert all(torch.allclose(found[name][2:], one[name], rtol=1e-4, atol=1e-4) for name in found)
@@ -153,8 +152,7 @@ def test_inception_gives_pool_spatial_and_probabilities(inception_weights):
     net = load_extractor("inception", inception_weights)
     assert torch.equal(torch.get_rng_state(), before)  # loading draws nothing from the caller's generator
     found = net.compute(pictures(2))
-    assert {name: tuple(value.shape) for name, value in found.items()} == {name: (2, size)
-                                                                           for name, size in net.sizes.items()}
+    assert {name: len(value[0]) for name, value in found.items()} == net.sizes and len(found["pool"]) == 2
     assert net.sizes["spatial"] == 2023 and (found["spatial"] >= 0).all()  # after the ReLU
     assert torch.allclose(found["probs"].sum(1), torch.ones(2), atol=1e-5)
     assert net.space == "inception-2015" and net.sha256 == sha256(inception_weights)

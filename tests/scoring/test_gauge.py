@@ -61,8 +61,7 @@ def test_the_hours_at_the_head_of_a_gauge_are_computed(gauge):
     diffusion = build_diffusion({"name": "ddpm" if gauge.startswith("dit") else "rf"})
     guidance = cfg.scale and Guidance(cfg.scale, interval=cfg.interval, channels=cfg.channels)
     drawing = SampledImages(one_rank(), net, diffusion, None, [0], [0], batch_size=1, num_steps=cfg.num_steps,
-                            guidance=guidance,
-                          sampler=cfg.sampler.model_dump())
+                            guidance=guidance, sampler=cfg.sampler.model_dump())
     hours = f"{fid.derived_hours(drawing.record, cfg.num_samples, cfg.precision):.2g}"
     text = (ROOT / "configs" / "gauge" / f"{gauge}.yaml").read_text()
     assert f"# {hours} hours of one H100 [derived: fid.py prints it]" in text, hours
@@ -73,8 +72,8 @@ def small_weights(gauge, path):
     block = "lightning" if "lightning" in gauge else "dit"
     torch.manual_seed(0)
     net = build_network(dict(input_size=8, patch_size=2, in_channels=4, hidden_size=32, depth=2, num_heads=2,
-                             num_classes=1000,
-                             init="xavier", block=block, learn_sigma=gauge.startswith(("dit", "sit"))))
+                             num_classes=1000, init="xavier", block=block,
+                             learn_sigma=gauge.startswith(("dit", "sit"))))
     state = net.state_dict()
     if "lightning" in gauge:
         state = {f"module.{name}": value for name, value in state.items()}
@@ -98,8 +97,7 @@ def place(tmp_path_factory):
 def test_a_gauge_runs_on_random_weights_of_the_same_keys(gauge, place, tmp_path, capsys):
     weights, cfg = small_weights(gauge, tmp_path / "weights.pt"), settings_of(gauge)
     given = [f"gauge={gauge}", f"checkpoint={weights}", f"reference={place}/images.npz", f"autoencoder={place}/vae",
-             "features=pixels",
-             "num_heads=2", "cpu=true", f"results={tmp_path}/results.jsonl"]
+             "features=pixels", "num_heads=2", "cpu=true", f"results={tmp_path}/results.jsonl"]
     run_command(fid.main, "fid.py", *given, "num_samples=4", "num_steps=5")
     said = capsys.readouterr().out
     assert "hours of one H100 [derived" in said and "not compared, as the images were sampled differently" in said
@@ -122,14 +120,13 @@ def test_a_gauge_runs_on_random_weights_of_the_same_keys(gauge, place, tmp_path,
 @pytest.mark.parametrize("gauge", [name for name in GAUGES if name not in DRAWN])
 def test_published_images_need_no_network(gauge, place, tmp_path, capsys):
     run_command(fid.main, "fid.py", f"gauge={gauge}", f"images={place}/images.npz", f"reference={place}/images.npz",
-                "features=pixels",
-                "+published.num_samples=8", "cpu=true", f"results={tmp_path}/results.jsonl")
+                "features=pixels", "+published.num_samples=8", "cpu=true", f"results={tmp_path}/results.jsonl")
     assert "not measured" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("ours", "says"),
                          [((2.38, 0.509), ["OUTSIDE", "within"]), ((2.18, 0.489), ["within", "OUTSIDE"]),
-                                            ((2.16, 0.511), ["OUTSIDE", "OUTSIDE"])])
+                          ((2.16, 0.511), ["OUTSIDE", "OUTSIDE"])])
 def test_a_score_above_or_below_its_tolerance_is_said(ours, says):
     published = Published(where="X", scores={"fid": 2.27, "recall": 0.5}, tolerance={"fid": 0.1, "recall": 0.01})
     said = fid.compare_published({"metrics": dict(zip(("fid", "recall"), ours, strict=True)), "published": {}},
@@ -163,8 +160,7 @@ def test_lightningdits_points_of_time_are_ours():
 # ---- a run of ours, as its experiment's published scores were drawn -------------------------------------------------
 
 THEIRS = ("published={where: Somebody, scores: {fd_pixels: 12.25}, diffusion: rf, step: 2, num_samples: 6, num_steps: "
-          "3, "
-          "sampler: {solver: euler_maruyama}}")
+          "3, sampler: {solver: euler_maruyama}}")
 
 
 @pytest.fixture(scope="module")
@@ -211,8 +207,8 @@ def test_a_row_sampled_differently_has_no_published_score_beside_it(flow, place,
     assert ('Somebody: not compared, as the images were sampled differently. Theirs: {"diffusion": "rf", "step": '
             '2' in said)
     if otherwise == ["num_steps=4"]:  # what is given goes first, and the rest is as published
-        assert (row["source"]["num_steps"], row["source"]["sampler"]["solver"], row["images"]) == (4, "euler_maruyama",
-                                                                                                   6)
+        source = row["source"]
+        assert (source["num_steps"], source["sampler"]["solver"], row["images"]) == (4, "euler_maruyama", 6)
 
 
 def test_sampler_published_needs_metadata_that_can_be_sampled(shapes, place, tmp_path):

@@ -25,8 +25,7 @@ def pictures(path, images, suffixes=(".png",), mode="RGB"):
     path.mkdir()
     for i, image in enumerate(images):
         suffix = suffixes[i % len(suffixes)]
-        Image.fromarray(np.array(image)).convert(mode).save(path / f"{i:04d}{suffix}",
-                                                            format=suffix[1:].replace("JPG", "JPEG"))
+        Image.fromarray(np.array(image)).convert(mode).save(path / f"{i:04d}{suffix}", format=suffix[1:])
     return path
 
 
@@ -54,6 +53,7 @@ def expected_distance(one, two):
 
 
 REAL, OTHER = shapes(60), shapes(37, seed=3)
+BITS = torch.arange(30, dtype=torch.uint8).view(30, 1, 1, 1) % 2
 EXACT = pytest.approx(expected_distance(OTHER, REAL), rel=1e-6)
 GREY = torch.from_numpy(np.stack([np.array(Image.fromarray(image.numpy()).convert("L").convert("RGB"))
                                   for image in OTHER]))
@@ -72,9 +72,7 @@ REPORTS = [
                      metrics=["fd_pixels"]),
      {"fd_pixels": pytest.approx(expected_distance(REAL[:1].repeat(9, 1, 1, 1), REAL), rel=1e-6)}),
     ("toshas/torch-fidelity#58", "a collapsed model: precision is its quality, recall its variety, and not the reverse",
-     lambda at: dict(images=saved(at / "a.npz",
-                                  REAL[:1].repeat(30, 1, 1, 1) ^ torch.arange(30, dtype=torch.uint8).view(30, 1, 1,
-                                                                                                          1) % 2),
+     lambda at: dict(images=saved(at / "a.npz", REAL[:1].repeat(30, 1, 1, 1) ^ BITS),
                      reference=saved(at / "b.npz", REAL), metrics=["precision", "recall"]),
      {"precision": 1, "recall": pytest.approx(0, abs=0.04)}),
     ("GaParmar/clean-fid#37, #68", "suffixes in capitals are neither left out nor counted twice",

@@ -1,21 +1,18 @@
 """What is exported is read by those that it is for, with the same numbers, and by us again."""
 
-import itertools
 import json
 import os
 import shutil
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import forked
 import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import PATIENCE, ROOT, run_command, save_vae
+from conftest import ROOT, run_command, save_vae
 from diffusers import DiTTransformer2DModel
 
 import sample
@@ -471,7 +468,7 @@ def test_a_folder_is_uploaded_when_it_is_asked_for(tmp_path, monkeypatch, capsys
     assert "https://huggingface.co/user/x" in capsys.readouterr().out
 
 
-# ---- mistakes and kills ---------------------------------------------------------------------------------------------
+# ---- mistakes -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("settings", "says"), [
@@ -516,33 +513,3 @@ def test_overwriting_replaces_what_an_export_made_and_never_a_run_or_the_weights
     with pytest.raises(SystemExit, match="holds the weights that are to be exported"):
         exported(folder, "hub", folder, overwrite=True)
     assert checkpoints.problem(folder) is None
-
-
-CHANGES = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir")
-
-
-def replace_folder(out: Path, change: int) -> None:
-    """Replaces a folder of two files, and ends like a killed process at one of its changes."""
-    numbers = itertools.count(1)
-    sys.addaudithook(lambda event, _: os._exit(9) if event in CHANGES and next(numbers) == change else None)
-    with files.atomic_write(out) as place:
-        (place / "sub").mkdir(parents=True)
-        for name in ("a", "sub/b"):
-            (place / name).write_text("new")
-    os._exit(0)
-
-
-def test_a_kill_at_any_point_leaves_the_old_folder_or_the_new(tmp_path):
-    found, code = [], None
-    while code != 0:
-        out = tmp_path / str(len(found)) / "out"
-        for name in ("a", "sub/b"):
-            (out / name).parent.mkdir(parents=True, exist_ok=True)
-            (out / name).write_text("old")
-        code = forked.Life(partial(replace_folder, out, len(found) + 1)).wait(PATIENCE).code
-        assert code in (0, 9)
-        place = out if out.is_dir() else next(out.parent.glob(".out.*.old.tmp"))  # as it is between two renames
-        [content] = {(place / name).read_text() for name in ("a", "sub/b")}  # of one kind
-        found.append(content)
-    assert len(found) > 8 and {*found} == {"old", "new"} and found == sorted(found, reverse=True)
-    assert os.listdir(out.parent) == ["out"]

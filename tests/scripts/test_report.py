@@ -9,14 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import PATIENCE, ROOT, run_command
+from conftest import PATIENCE, run_command
 from PIL import Image
 
+import fid
 from runtime.files import read_rows
 from scripts import report
+from weights import checkpoint as checkpoints
 
-REAL = ROOT / "tests/before/run"  # what train.py and fid.py once left
-ROW = read_rows(REAL / "results.jsonl")[0]
+ROW = {"source": {"weights": "ema", "num_steps": 2, "seeds": "100000-100003"},
+       "extractor": {"name": "pixels"}, "reference": {"path": "reference.npz"}, "image_rule": "floor"}
 HOSTILE = "<img src=x onerror=document.title='owned'>"
 
 
@@ -31,8 +33,9 @@ def row_at(step, value, guidance=None, n=4):
 
 def make_run(folder, *, shift=0.0, grids=(2, 4), config="seed: 0"):
     """Writes a run folder as train.py leaves one."""
-    shutil.copytree(REAL / "checkpoints/step-00000004", folder / "checkpoints/step-00000004",
-                    ignore=shutil.ignore_patterns("*.safetensors"))
+    saved = checkpoints.step_folder(folder, 4)
+    saved.mkdir(parents=True)
+    checkpoints.write_meta(saved, {"step": 4, "world": 1, "network": {"depth": 7}})
     write_rows(folder / "metrics.jsonl",
                [{"step": step, "images": 6 * step, "loss": 1 / step + shift, "elapsed_s": 1800 * step}
                 for step in (2, 4, 6)])
@@ -79,15 +82,18 @@ def columns_of(curves):
             for title, _, lines in curves}
 
 
-def test_a_run_of_this_code_is_read_completely():
-    run, rows = report.read_run(REAL, "before"), read_rows(REAL / "metrics.jsonl")
+def test_a_run_of_this_code_is_read_completely(reference, pixel_reference, tmp_path):
+    folder = shutil.copytree(reference, tmp_path / "run")
+    run_command(fid.main, "fid.py", checkpoint=folder, reference=pixel_reference, features="pixels", cpu=True,
+                metrics=["fd_pixels"], num_samples=4, num_steps=1, guidance_scales=[None, 2])
+    run, rows = report.read_run(folder, "run"), read_rows(folder / "metrics.jsonl")
     assert run.columns.keys() == rows[0].keys() - {"elapsed_s"} | {"hours"}
     for name in rows[0].keys() - {"elapsed_s"}:
         assert run.columns[name] == pytest.approx([row[name] for row in rows])
-    assert run.config["optimizer.lr"] == "0.0001" and run.record["network.routes.0.selection_ratio"] == "0.5"
+    assert run.config["seed"] == "0" and run.record["network.routes.0.selection_ratio"] == "0.5"
     assert [(score["value"], score["guidance"]) for score in run.scores] == [
-        (row["metrics"]["fd_pixels"], "scale 2, drop_label true" if row["source"]["guidance"] else "unguided")
-        for row in read_rows(REAL / "results.jsonl")]
+        (row["metrics"]["fd_pixels"], guidance) for row, guidance in zip(
+            read_rows(folder / "results.jsonl"), ("unguided", "scale 2, drop_label true"), strict=True)]
 
 
 def test_links_out_of_a_run_are_not_followed(tmp_path):

@@ -70,8 +70,8 @@ def test_a_step_has_no_tensor_on_another_device_and_waits_for_none(block, fresh_
     for loss, selection, keep_masked, num_parts in itertools.product(LOSSES, ["random", "l1"], [False, True], [1, 2]):
         if selection == "random" or not (keep_masked or loss == "version1"):  # which must know the masks beforehand
             fresh_accelerator(reset_partial_state=True)
-            assert {tensor.device.type
-                    for tensor in take_step(block, loss, selection, keep_masked, num_parts)} == {"cuda"}
+            tensors = take_step(block, loss, selection, keep_masked, num_parts)
+            assert {tensor.device.type for tensor in tensors} == {"cuda"}
 
 
 def test_no_step_by_muon_waits_not_even_the_first(fresh_accelerator):

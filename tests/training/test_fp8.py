@@ -19,8 +19,8 @@ pytest.importorskip("torchao")
 def network(hidden_size=32):
     torch.manual_seed(0)
     return build_network(dict(input_size=8, patch_size=2, in_channels=4, hidden_size=hidden_size, depth=3, num_heads=2,
-                              num_classes=4,
-                              init="xavier", routes=[dict(selection_ratio=0.5, start_layer_idx=1, end_layer_idx=1)]))
+                              num_classes=4, init="xavier",
+                              routes=[dict(selection_ratio=0.5, start_layer_idx=1, end_layer_idx=1)]))
 
 
 def trained(precision, forget, steps=30):
@@ -42,8 +42,7 @@ def trained(precision, forget, steps=30):
     for step in range(steps):
         torch.manual_seed(step % 3)
         losses.append(train.train_step(accelerator, called, objective, optimizer, x, y, {}, label_dropout=0.1,
-                                       clip_norm=None,
-                                       num_parts=1)[0].item())
+                                       clip_norm=None, num_parts=1)[0].item())
     return losses, gradients, model
 
 

@@ -1,6 +1,4 @@
-"""The autoencoder that made the latents decodes them: diffusers' classes, LDM's files, TorchScript, Python; in pieces;
-or none.
-"""
+"""The autoencoder that made the latents decodes them: diffusers' classes, LDM's files, TorchScript, Python, or none."""
 
 import json
 import math
@@ -35,8 +33,8 @@ COUNT, SIDE = 12, 16
 
 def kl(levels=3, latent_channels=5, **config):
     return "AutoencoderKL", dict(block_out_channels=(8,) * levels, down_block_types=("DownEncoderBlock2D",) * levels,
-                                 norm_num_groups=4,
-                                 up_block_types=("UpDecoderBlock2D",) * levels, latent_channels=latent_channels,
+                                 norm_num_groups=4, up_block_types=("UpDecoderBlock2D",) * levels,
+                                 latent_channels=latent_channels,
                                  **config)
 
 
@@ -53,8 +51,8 @@ NETWORKS = {  # downsample, and the network
         latent_channels=8, encoder_block_out_channels=(16, 16, 32, 32), decoder_block_out_channels=(16, 16, 32, 32),
         encoder_layers_per_block=(1, 1, 1, 1), decoder_layers_per_block=(1, 1, 1, 1), encoder_block_types="ResBlock",
         decoder_block_types="ResBlock", decoder_norm_types="rms_norm", decoder_act_fns="silu",
-        encoder_qkv_multiscales=((),) * 4,
-        decoder_qkv_multiscales=((),) * 4, attention_head_dim=8, scaling_factor=0.41))),
+        encoder_qkv_multiscales=((),) * 4, decoder_qkv_multiscales=((),) * 4, attention_head_dim=8,
+        scaling_factor=0.41))),
 }
 
 
@@ -405,8 +403,7 @@ def test_an_autoencoder_that_overflows_in_fp16_raises_a_one_line_error_and_not_b
 # ---- commands -------------------------------------------------------------------------------------------------------
 
 NETWORK = dict(input_size=8, patch_size=2, in_channels=4, hidden_size=32, depth=3, num_heads=2, num_classes=3,
-               learn_sigma=False,
-               routes=[], init="xavier")
+               learn_sigma=False, routes=[], init="xavier")
 
 
 @pytest.fixture(scope="module")
@@ -416,17 +413,15 @@ def folder(tmp_path_factory):
 
     latents = np.random.default_rng(0).standard_normal((16, 4, 8, 8)).astype(np.float16)
     return write_folder(tmp_path_factory.mktemp("none") / "set", latents, np.arange(16) % 3, autoencoder="none",
-                        scale=2.0, shift=0.5,
-                        latents_mean=[0.1] * 4, latents_std=[2.0] * 4, num_classes=3, class_names=None)
+                        scale=2.0, shift=0.5, latents_mean=[0.1] * 4, latents_std=[2.0] * 4, num_classes=3,
+                        class_names=None)
 
 
 def train_on(folder, run, *overrides):
     run_command(train.main, "train.py", "data=folder", "cpu=true", f"data.path={folder}", f"run_dir={run}", "steps=1",
                 "model.backbone_type=DiT-S/2", "model.hidden_size=32", "model.depth=4", "model.num_heads=2",
-                "routes=balanced",
-                "model.init=xavier", "batch_size=4", "precision=fp32", "compile=false", "samples.every=1",
-                "samples.seeds=0-2",
-                "samples.num_steps=1", *overrides)
+                "routes=balanced", "model.init=xavier", "batch_size=4", "precision=fp32", "compile=false",
+                "samples.every=1", "samples.seeds=0-2", "samples.num_steps=1", *overrides)
 
 
 def test_latents_that_only_their_owner_can_decode_train_without_grids_and_are_sampled_as_they_are(
@@ -463,9 +458,7 @@ def test_grids_in_training_are_decoded_by_a_custom_decoder(folder, own, tmp_path
 
 
 def test_no_images_of_none_are_scored_in_training(folder, tmp_path, fresh_accelerator):
-    with pytest.raises(SystemExit,
-                       match="autoencoder=none: these latents cannot be decoded.* Or set samples.every=0 "
-                             "evaluate.every=0"):
+    with pytest.raises(SystemExit, match="latents cannot be decoded.* Or set samples.every=0 evaluate.every=0"):
         train_on(folder, tmp_path / "run", "evaluate.every=1", "evaluate.reference=x.npz")
     with pytest.raises(ValueError, match="autoencoder=none: these latents cannot be decoded"):
         image_sets.open_images(one_rank(), "images", str(folder))

@@ -97,8 +97,8 @@ def test_an_untracked_width_is_close_to_the_tracked_one_and_closer_with_more_sna
         shares, off = averages.coefficients([*kept], 40, 0.07)
         made = {key: sum(share * one[key] for share, one in zip(shares, kept.values(), strict=True)) for key in sought}
         distances.append((off, max((made[key] - sought[key]).abs().max().item() for key in sought)))
-    assert [*zip(*distances, strict=True)] == [tuple(sorted(values, reverse=True))
-                                               for values in zip(*distances, strict=True)]
+    for values in zip(*distances, strict=True):
+        assert [*values] == sorted(values, reverse=True)
     assert distances[0][1] > 0.03 and distances[-1][0] < 0.01 and distances[-1][1] < 0.02
 
 
@@ -170,11 +170,10 @@ def test_each_average_is_that_of_its_decay(shapes, tmp_path):
 def test_snapshots_outlast_pruning_and_cost_no_second_copy_while_their_checkpoint_is_there(several):
     assert [folder.name for folder in checkpoints.all_steps(several)] == ["step-00000012"]
     kept = sorted((several / "averages").glob("step-????????"))
-    assert [checkpoints.step_of(folder)
-            for folder in kept] == [2, 4, 6, 8, 10, 12]  # a stop or an end at step 7 keeps none
+    assert [checkpoints.step_of(folder) for folder in kept] == [2, 4, 6, 8, 10, 12]  # none at the stop in step 7
     for folder in kept:
-        assert {path.name
-                for path in folder.iterdir()} == {"meta.json", "ema-std0.05.safetensors", "ema-std0.10.safetensors"}
+        names = {path.name for path in folder.iterdir()}
+        assert names == {"meta.json", "ema-std0.05.safetensors", "ema-std0.10.safetensors"}
         assert checkpoints.problem(folder) is None
     last = several / "checkpoints/step-00000012"
     assert (kept[-1] / "ema-std0.05.safetensors").samefile(last / "ema-std0.05.safetensors")
@@ -332,11 +331,11 @@ def test_one_command_scores_averages_and_scales_into_rows_and_a_table(several, p
     run_command(fid.main, *line)
     rows = [json.loads(row) for row in (tmp_path / "results.jsonl").read_text().splitlines()]
     names = ["ema", "ema-0.5", "ema-std0.10", "ema-std0.07", "model"]
-    assert [(row["source"]["weights"], row["source"]["guidance"] is not None) for row in rows] == [(name, guided)
-            for name in names for guided in (False, True)]
+    assert [(row["source"]["weights"], row["source"]["guidance"] is not None) for row in rows] == [
+        (name, guided) for name in names for guided in (False, True)]
     assert [row["source"]["ema"] for row in rows[::2]] == [True] * 4 + [False]
-    assert len({row["source"]["weights_sha256"] for row in rows}) == 5 == len({row["metrics"]["fd_pixels"]
-                                                                               for row in rows[::2]})
+    assert len({row["source"]["weights_sha256"] for row in rows}) == 5
+    assert len({row["metrics"]["fd_pixels"] for row in rows[::2]}) == 5
     table = capfd.readouterr().out.split("weights  ")[-1].splitlines()
     assert [line.split()[0] for line in table[1:11]] == [name for name in names for _ in range(2)]
     run_command(fid.main, *line, "table=latex")
@@ -346,20 +345,18 @@ def test_one_command_scores_averages_and_scales_into_rows_and_a_table(several, p
 
 def test_grids_and_evaluations_in_training_are_of_the_averages_that_are_named(shapes, pixel_reference, tmp_path):
     drawn = ("samples.every=2", "samples.seeds=0-1", "samples.num_steps=1", "evaluate.every=2",
-             f"evaluate.reference={pixel_reference}",
-             "evaluate.features=pixels", "evaluate.num_samples=4", "evaluate.num_steps=1",
-             "evaluate.weights=[ema,ema-std0.05]", "steps=2", "checkpoint.every=2")
+             f"evaluate.reference={pixel_reference}", "evaluate.features=pixels", "evaluate.num_samples=4",
+             "evaluate.num_steps=1", "evaluate.weights=[ema,ema-std0.05]", "steps=2", "checkpoint.every=2")
     grids = {}
     for name in ("ema", "ema-0.5"):
         trained(tmp_path / name, shapes, *SEVERAL, *drawn, f"samples.weights={name}", "optimizer.warmup_steps=0",
                 "optimizer.lr=1e-2")
         rows = [json.loads(row)["source"] for row in (tmp_path / name / "results.jsonl").read_text().splitlines()]
-        assert [(row["step"], row["weights"]) for row in rows] == [(step, which) for step in (0, 2)
-                                                                   for which in ("ema", "ema-std0.05")]
+        assert [(row["step"], row["weights"]) for row in rows] == [
+            (step, which) for step in (0, 2) for which in ("ema", "ema-std0.05")]
         grids[name] = (tmp_path / name / "samples/step-00000002.png").read_bytes()
         run_command(sample.main, "sample.py", f"checkpoint={tmp_path / name}", f"weights={name}", "seeds=0-1",
-                    "num_steps=1", "cpu=true", "precision=fp32",
-                    f"out={tmp_path}/{name}.png")
+                    "num_steps=1", "cpu=true", "precision=fp32", f"out={tmp_path}/{name}.png")
         assert (tmp_path / f"{name}.png").stat().st_size
     assert grids["ema"] != grids["ema-0.5"]
 

@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from conftest import ROOT, run_command
 from safetensors.torch import load_file
 from training_runs import write_run
@@ -25,8 +26,7 @@ from weights.records import build_network
 
 pytest.importorskip("peft")
 NETWORK = dict(input_size=8, patch_size=2, in_channels=3, hidden_size=32, depth=4, num_heads=2, num_classes=4,
-               init="xavier",
-               routes=[dict(selection_ratio=0.5, start_layer_idx=2, end_layer_idx=-2)])
+               init="xavier", routes=[dict(selection_ratio=0.5, start_layer_idx=2, end_layer_idx=-2)])
 LAYERS = {f"blocks.{i}.{name}" for i in range(4) for name in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")}
 
 
@@ -78,8 +78,8 @@ def test_base_and_adapter_give_what_the_merged_weights_give(alpha):
     merged = build_network(NETWORK)
     merged.load_state_dict(lora.merge(base.state_dict(), saved, (alpha or 4) / 4))
     given, expected = merged(*inputs()), net(*inputs())
-    assert torch.allclose(given, expected, atol=1e-6 * expected.abs().max().item()) and not torch.equal(given,
-                                                                                                        base(*inputs()))
+    assert torch.allclose(given, expected, atol=1e-6 * expected.abs().max().item())
+    assert not torch.equal(given, base(*inputs()))
 
 
 def test_each_number_of_tokens_is_one_graph_with_an_adapter(graphs):
@@ -106,31 +106,27 @@ def parent(tmp_path_factory):
     return write_run(tmp_path_factory.mktemp("parent") / "run", NETWORK, 7, {"name": "edm", "sigma_data": 0.5})
 
 
-@pytest.fixture
-def command(data, fresh_accelerator):
+@pytest.fixture(scope="module")
+def command(data):
     """Trains an adapter in this process."""
     def call(run, parent, *overrides, **settings):
         settings = {"init_from": parent, "lora.rank": 4, "lora.alpha": 2, "steps": 4, **settings}
-        fresh_accelerator(reset_partial_state=True)
-        run_command(train.main, "train.py", "data=folder", "routes=balanced", "cpu=true", f"data.path={data}",
-                    "data.autoencoder=identity",
-                    f"run_dir={run}", "model.backbone_type=DiT-S/2", "model.hidden_size=32", "model.depth=4",
-                    "model.num_heads=2",
-                    "model.init=xavier", "batch_size=4", "precision=fp32", "compile=false", "samples.every=0",
-                    "log.every=2",
-                    "checkpoint.every=2", "optimizer.lr=1e-2", "ema.decay=0.5", *overrides, **settings)
+        try:
+            AcceleratorState._reset_state(reset_partial_state=True)
+            run_command(train.main, "train.py", "data=folder", "routes=balanced", "cpu=true", f"data.path={data}",
+                        "data.autoencoder=identity", f"run_dir={run}", "model.backbone_type=DiT-S/2",
+                        "model.hidden_size=32", "model.depth=4", "model.num_heads=2", "model.init=xavier",
+                        "batch_size=4", "precision=fp32", "compile=false", "samples.every=0", "log.every=2",
+                        "checkpoint.every=2", "optimizer.lr=1e-2", "ema.decay=0.5", *overrides, **settings)
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
     return call
 
 
 @pytest.fixture(scope="module")
-def run(parent, tmp_path_factory):
-    return tmp_path_factory.mktemp("lora") / "run"  # filled by the first test that asks for it
-
-
-@pytest.fixture
-def trained_run(run, parent, command):
-    if not run.exists():
-        command(run, parent)
+def trained_run(parent, command, tmp_path_factory):
+    run = tmp_path_factory.mktemp("lora") / "run"
+    command(run, parent)
     return run
 
 
@@ -140,8 +136,8 @@ def test_a_run_holds_only_the_adapter_and_names_its_base(trained_run, parent):
                                                   for name in ("ema", "model", "training")}
     assert meta["lora"] == {"rank": 4, "alpha": 2.0, "targets": None, "base": str(base)}
     assert meta["parent"] == {"step": 7, "weights_sha256": files.sha256(base)} and meta["step"] == 4
-    assert saved["ema"].keys() == saved["model"].keys() and all(".lora_" in key or key == "sums"
-                                                                for each in saved.values() for key in each)
+    assert saved["ema"].keys() == saved["model"].keys()
+    assert all(".lora_" in key or key == "sums" for each in saved.values() for key in each)
     assert any(not torch.equal(saved["ema"][key], value) for key, value in saved["model"].items())
     assert sum(path.stat().st_size for path in folder.glob("*.safetensors")) < base.stat().st_size
     whole = load_trained(trained_run, "model").net.state_dict()
@@ -184,9 +180,8 @@ def test_the_merged_folder_samples_what_base_and_adapter_sample(trained_run, par
     scores = []
     for reference in (1, 2):  # images of the merged weights, and of the base alone
         run_command(fid.main, "fid.py", "cpu=true", f"checkpoint={trained_run}",
-                    f"reference={tmp_path}/{reference}.npz", "features=pixels",
-                    "metrics=[fd_pixels]", "num_samples=8", "num_steps=2", "seed=0",
-                    f"results={tmp_path}/results.jsonl")
+                    f"reference={tmp_path}/{reference}.npz", "features=pixels", "metrics=[fd_pixels]", "num_samples=8",
+                    "num_steps=2", "seed=0", f"results={tmp_path}/results.jsonl")
         scores.append(files.read_rows(tmp_path / "results.jsonl")[-1]["metrics"]["fd_pixels"])
     assert abs(scores[0]) < 1e-6 < scores[1]
     for weights in ("ema", "model"):
