@@ -117,7 +117,7 @@ def start_server() -> None:
 
 
 def ranks_of(count: int) -> list[dict[str, str]]:
-    """The environment that torchrun gives to each of `count` ranks on one machine; nothing to one alone."""
+    """The environment that torchrun sets for each of `count` ranks on one machine; none for a single one."""
     if count == 1:
         return [{}]
     with socket.socket() as probe:

@@ -1,4 +1,4 @@
-"""Pixels <-> latents: the pinned uint8 rule, the identity, and the conventions by which latents are scaled."""
+"""Pixels <-> latents: the pinned uint8 rule, the identity, and how latents are scaled."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ def every_value() -> torch.Tensor:
     return torch.arange(256, dtype=torch.uint8).reshape(1, 16, 16, 1).expand(-1, -1, -1, 3).contiguous()
 
 
-def test_identity_gives_every_value_back_through_float16():
+def test_every_value_returns_through_the_identity_and_float16():
     identity = Identity()
     mean, std = identity.encode(every_value())
     assert mean.shape == (1, 3, 16, 16) and mean.dtype == torch.float32 and (std == 0).all()

@@ -190,7 +190,7 @@ def test_too_few_features_for_neighbours_raise_a_one_line_error():
 
 
 def waves(count, size, step, scale=1.0):
-    """Features that any machine makes alike."""
+    """Features that are the same on every machine."""
     return (torch.arange(count * size, dtype=torch.float64).view(count, size) * step).sin().mul(1.5).exp() * scale
 
 
@@ -324,7 +324,7 @@ def test_statistics_that_a_reference_lacks_are_measured_on_its_images(tmp_path):
     torch.testing.assert_close(reference.statistics["spatial"][0], torch.zeros(24, dtype=torch.float64))
 
 
-def test_a_reference_without_images_gives_no_precision(tmp_path):
+def test_a_reference_without_images_has_no_precision(tmp_path):
     adm = inception_like()
     np.savez(tmp_path / "ref.npz", mu=np.zeros(16), sigma=np.eye(16))
     reference = open_reference(one_rank(), tmp_path / "ref.npz", adm)
@@ -464,7 +464,7 @@ def colours(order):
 
 
 def score_in_splits(images, split, monkeypatch):
-    """Scores images of ten colours, of which each is one class for certain, on Inception's stand-in."""
+    """Scores images of ten colours on a stand-in for Inception, to which each colour is a class with certainty."""
     for module in (metrics, score):
         monkeypatch.setattr(module, "SPLIT", split)
     adm = replace(inception_like(), compute=lambda x: inception_like().compute(x) | {
@@ -486,7 +486,7 @@ def test_copies_of_images_are_spread_over_the_splits_whatever_they_are_called(tm
     assert np.array_equal(first, second)
 
 
-def test_a_short_last_split_and_sorted_images_are_said_to_lower_the_inception_score(tmp_path, monkeypatch, capsys):
+def test_a_line_says_that_a_short_last_split_or_sorted_images_lower_the_inception_score(tmp_path, monkeypatch, capsys):
     order = np.arange(100) % 10
     for images, expected, says in (
             (order, 10, ""), (np.sort(order), 5, "The images seem sorted by class, which lowers the Inception Score"),
@@ -680,7 +680,7 @@ def test_what_another_process_scores_meanwhile_has_one_row_and_scoring_again_has
     for _ in range(2):
         command(tmp_path, **options, results=tmp_path / "theirs.jsonl")
     theirs = read_results(tmp_path / "theirs.jsonl")
-    assert len(theirs) == 2  # one after the other, as somebody asked for them again
+    assert len(theirs) == 2  # scored twice, as the second row was asked for
 
     def meanwhile(*arguments, **others):
         results.add_rows(tmp_path / "results.jsonl", theirs[:1], before=[])

@@ -173,7 +173,7 @@ def test_a_row_truncated_by_a_kill_costs_no_other_row(tmp_path):
     text = "".join(json.dumps(row) + "\n" for row in results)
     # Half a row, and a last one without its newline.
     (tmp_path / "results.jsonl").write_text(text[:30] + "\n" + text[:-1])
-    (tmp_path / "metrics.jsonl").write_text('{"step": 10}\n{"step": 20}\n{"st')  # and others' rows stay
+    (tmp_path / "metrics.jsonl").write_text('{"step": 10}\n{"step": 20}\n{"st')  # and other rows are kept
     discard_after(tmp_path, 20)
     assert files.read_rows(tmp_path / "results.jsonl") == results
     discard_after(tmp_path, 10)

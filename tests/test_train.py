@@ -82,7 +82,7 @@ def test_steps_without_a_finite_gradient_are_skipped_counted_and_too_many_stop_t
     assert largest[0] < 1e6 < largest[1]
 
 
-def test_a_run_of_which_every_step_is_skipped_does_not_finish_however_short_it_is(shapes, tmp_path, monkeypatch):
+def test_a_run_whose_every_step_is_skipped_does_not_finish_however_short_it_is(shapes, tmp_path, monkeypatch):
     loss = EDM.loss
     monkeypatch.setattr(EDM, "loss", lambda *args, **options: loss(*args, **options) * torch.nan)
     result = train_here(tmp_path / "run", shapes, "steps=4", "model.depth=3", "model.routes=[]")
@@ -132,7 +132,7 @@ class Plain(torch.nn.Linear):
 
 
 def step_of(parts=1, size=8, label_dropout=0.0, clip_norm=None) -> SimpleNamespace:
-    """Takes a step of gradient descent at a rate of 0.5, and tells what came of it and what should have."""
+    """Takes a step of gradient descent at a rate of 0.5; returns what it did and what it should have done."""
     torch.manual_seed(0)
     model, x, y, weight = Plain(), torch.randn(size, 3, 2, 2), torch.arange(size) % 4, torch.rand(size, 1, 1, 1)
     accelerator = speed.make_accelerator("fp32", parts, tf32=False, cpu=True)
@@ -238,7 +238,7 @@ def test_scores_and_grids_are_made_on_time_from_the_untrained_network_on_and_do_
 
 @pytest.fixture(scope="module")
 def shown(shapes, pixel_reference, tmp_path_factory) -> tuple[Path, list[dict]]:
-    """A run of four large steps with a grid and scores at its end, and what its trackers were told, settings first."""
+    """A run of four large steps with a grid and scores at its end, and what its trackers received, settings first."""
     run, told = tmp_path_factory.mktemp("shown") / "run", []
     with pytest.MonkeyPatch.context() as patch:
         def init_trackers(self, project, config, init_kwargs):
@@ -433,7 +433,7 @@ def test_settings_of_scores_without_scores_are_refused_unless_they_are_turned_of
 
 
 def bare_run(folder):
-    """A run of which only the reports are looked at."""
+    """A run that only reports."""
     accelerator = Accelerator(cpu=True)
     unused = dict.fromkeys(("latents", "decode", "grid", "evaluator", "record", "model", "averages"))
     return Run(SimpleNamespace(batch_size=4, steps=9, max_skipped_in_row=9), accelerator, folder, **unused,

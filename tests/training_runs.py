@@ -54,7 +54,7 @@ def trained(run, data, *overrides) -> str:
 
 
 def assert_resumes(place: Path, data, *overrides, stops=(2,), end: int = 4) -> str:
-    """Trains `whole` of a folder at once and `parts` with stops after steps, which must be equal to the last bit.
+    """Trains `whole` in a folder at once and `parts` with stops after steps; both must be equal to the last bit.
 
     Returns what the last command has printed.
     """

@@ -46,9 +46,9 @@ CLOCK = {"img_per_sec", "sec_per_step", "peak_memory_gib", "elapsed_s", "seconds
 
 
 def last_step(run: Path) -> int:
-    """Finds the step of the newest checkpoint that is whole; 0: none."""
-    whole = [checkpoints.step_of(path) for path in checkpoints.all_steps(run) if not checkpoints.problem(path)]
-    return max(whole, default=0)
+    """Returns the step of the newest complete checkpoint, or 0."""
+    complete = [checkpoints.step_of(path) for path in checkpoints.all_steps(run) if not checkpoints.problem(path)]
+    return max(complete, default=0)
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Task:
         sys.modules[self.program].main()
 
     def content(self) -> dict[str, str]:
-        """Hashes every file that the command has left, but for the lock, and without what a clock says."""
+        """Hashes every file that the command has left except the lock, ignoring values from the clock."""
         found = {}
         for file in sorted(self.out.rglob("*")):
             name = str(file.relative_to(self.out))
@@ -240,7 +240,7 @@ def test_a_command_that_is_killed_again_and_again_leaves_the_files_of_an_undistu
 
 
 def check_mended(task: Task, ended: Ended, tried: str) -> bool:
-    """Checks that a life with a fault ended in a sentence or with equal files, and that the next one goes on."""
+    """Checks that a life with a fault ended in a sentence or with equal files, and that the next one succeeds."""
     differs = [name for name in task.differs_in() if not re.search(r"(^|/)\.[^/]*\.tmp(/|$)", name)]
     failed = is_a_sentence(task, ended)
     assert failed or (ended.code == 0 and not differs), f"{tried}: {ended.code}, {differs} {ended.printed}"

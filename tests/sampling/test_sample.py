@@ -166,7 +166,7 @@ def test_a_command_prints_only_its_own_lines_and_imports_nothing_heavy(run, tmp_
     assert result.stdout == f"4 images from {run}/checkpoints/step-00000002: {tmp_path}/x.png\n[]\n"
 
 
-# ---- what is drawn with: files, hashes, records
+# ---- the weights that are sampled: files, hashes, records
 
 
 def test_a_weights_file_of_a_checkpoint_is_recorded_and_sampled_under_its_own_name(run, tmp_path):

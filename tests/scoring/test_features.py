@@ -98,7 +98,7 @@ def graph(tmp_path_factory):
     return path
 
 
-def test_the_adm_graph_takes_any_batch_and_gives_seven_channels(graph):
+def test_the_adm_graph_takes_any_batch_and_returns_seven_channels(graph):
     adm = load_extractor("adm", graph)
     assert adm.sizes == {"pool": 2048, "spatial": 2023, "probs": 5} and adm.distance == "fid"
     images = pictures(3)
@@ -147,7 +147,7 @@ def inception_weights(tmp_path_factory):
     return path
 
 
-def test_inception_gives_pool_spatial_and_probabilities(inception_weights):
+def test_inception_returns_pool_spatial_and_probabilities(inception_weights):
     before = torch.get_rng_state()
     net = load_extractor("inception", inception_weights)
     assert torch.equal(torch.get_rng_state(), before)  # loading draws nothing from the caller's generator
@@ -161,7 +161,7 @@ def test_inception_gives_pool_spatial_and_probabilities(inception_weights):
 # ---- DINOv2 and TorchScript
 
 
-def test_dinov2_is_fed_224_and_gives_its_class_token(tmp_path):
+def test_dinov2_is_fed_224_and_returns_its_class_token(tmp_path):
     import timm
     from safetensors.torch import save_file
 

@@ -23,7 +23,7 @@ from weights.loading import load_trained
 from weights.records import build_diffusion, build_network
 
 GAUGES = sorted(path.stem for path in (ROOT / "configs" / "gauge").glob("*.yaml") if path.stem != "none")
-# What the authors' own commands and code draw with: whose, solver, steps, scale, channels, interval (t, noise at 1).
+# How the authors' own commands and code sample: whose, solver, steps, scale, channels, interval (t, noise at 1).
 PUBLISHED_COMMANDS = {
     "dit_xl2": ("dit", "ancestral", 250, 1.5, 3, None),
     "dit_xl2_unguided": ("dit", "ancestral", 250, None, None, None),
@@ -36,7 +36,7 @@ DRAWN = [name for name in GAUGES if not name.startswith("adm")]
 
 
 def settings_of(gauge):
-    """The settings with which a gauge draws."""
+    """The settings with which a gauge samples."""
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         cfg = compose("fid", overrides=[f"gauge={gauge}", "checkpoint=x", "reference=x"])
     return fid.as_published(read(fid.ScoringSettings, OmegaConf.to_container(cfg, resolve=True)), None)
@@ -157,7 +157,7 @@ def test_lightningdits_points_of_time_are_ours():
     json.dumps(sampler)
 
 
-# ---- a run of ours, as its experiment's published scores were drawn -------------------------------------------------
+# ---- a run of ours, sampled as its experiment's published scores were ------------------------------------------------
 
 THEIRS = ("published={where: Somebody, scores: {fd_pixels: 12.25}, diffusion: rf, step: 2, num_samples: 6, num_steps: "
           "3, sampler: {solver: euler_maruyama}}")
@@ -206,7 +206,7 @@ def test_a_row_sampled_differently_has_no_published_score_beside_it(flow, place,
     assert row["published"] is None and "12.25" not in said
     assert ('Somebody: not compared, as the images were sampled differently. Theirs: {"diffusion": "rf", "step": '
             '2' in said)
-    if otherwise == ["num_steps=4"]:  # what is given goes first, and the rest is as published
+    if otherwise == ["num_steps=4"]:  # given settings take precedence, and the rest is as published
         source = row["source"]
         assert (source["num_steps"], source["sampler"]["solver"], row["images"]) == (4, "euler_maruyama", 6)
 

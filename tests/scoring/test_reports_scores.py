@@ -127,7 +127,7 @@ def test_copies_among_files_are_counted_in_a_line(tmp_path, capsys):
         assert f"{name}: 7 of 37 files are copies of others, as if seeds were used twice." in capsys.readouterr().out
 
 
-def test_fewer_images_than_classes_are_said_to_lack_some(tmp_path, capsys):
+def test_a_line_says_that_fewer_images_than_classes_lack_some(tmp_path, capsys):
     """facebookresearch/DiT#16: which classes are the images of? A quick score of 500 images has half of ImageNet's."""
     network = {"input_size": 16, "patch_size": 8, "in_channels": 3, "hidden_size": 8, "depth": 1, "num_heads": 2,
                "num_classes": 6}

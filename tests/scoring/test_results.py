@@ -66,7 +66,7 @@ def test_a_run_that_trains_is_found_wherever_it_lies_and_at_its_step_alone(path,
     moved = with_change("source", source | {"checkpoint": "moved"})
     assert results.scored_before(moved, file) is not None
     old = json.loads(file.read_text())
-    if value is ...:  # a row that does not say by which code it was made
+    if value is ...:  # a row that does not record the version of the code
         del old[path]
     else:
         old["source"]["step"] = value

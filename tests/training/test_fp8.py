@@ -24,9 +24,7 @@ def network(hidden_size=32):
 
 
 def trained(precision, forget, steps=30):
-    """Trains on one batch with the same draws; returns the loss of each step, the first step's gradients, and the
-    network.
-    """
+    """Trains on one batch with the same random numbers; returns losses, the first step's gradients, and the network."""
     forget(reset_partial_state=True)
     model, accelerator = network(), Accelerator(mixed_precision=speed.PRECISIONS[precision], cpu=True)
     if precision == "fp8":
@@ -75,7 +73,7 @@ def test_the_loss_in_float8_falls_as_it_does_in_bf16_and_in_float32(fresh_accele
 
 
 @pytest.mark.parametrize("batch", [4, 3])  # three times the eight tokens in the route are padded to a multiple of 16
-def test_the_emulation_gives_what_products_of_float8_give(batch):
+def test_the_emulation_equals_products_in_float8(batch):
     results = []
     for emulate in (True, False):
         model = network()

@@ -1,6 +1,4 @@
-"""Optimizers: which weights Muon takes, what a step is, what a skipped one leaves, and what a checkpoint holds of
-them.
-"""
+"""Optimizers: which weights Muon takes, its steps, skipped steps, and what a checkpoint holds of them."""
 
 import json
 import weakref

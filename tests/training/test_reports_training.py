@@ -76,7 +76,7 @@ def test_a_copy_of_a_run_logs_under_an_id_of_its_own_and_a_run_that_moved_under_
     assert ids["run-copy"].startswith("run-copy-")
 
 
-def test_weights_of_other_classes_or_latents_are_said_to_be_such(seven, thirty, tmp_path):
+def test_weights_of_other_classes_or_latents_are_named(seven, thirty, tmp_path):
     """facebookresearch/deit#130 and hustvl/LightningDiT#83: init_from=<a run on classes of another order, or on latents
     of another autoencoder>, silently.
     """

@@ -65,7 +65,7 @@ def make_network(form, folder, spread: bool = True):
     vae = getattr(diffusers, name)(**config)
     last = [module for module in vae.encoder.modules() if isinstance(module, torch.nn.Conv2d)][-1]
     if spread and name != "AutoencoderTiny":
-        with torch.no_grad():  # a network at its start gives nearly the same latent for every image
+        with torch.no_grad():  # an untrained network maps every image to nearly the same latent
             last.weight *= 4
     vae.save_pretrained(folder)
     return str(folder)
@@ -124,7 +124,7 @@ def test_vae_moments_are_the_posterior_scaled(vae_folder):
 
 
 @pytest.mark.parametrize(("dtype", "levels"), [(torch.bfloat16, 12), (torch.float16, 2)])
-def test_half_precision_gives_float32_and_rounds_the_same_latents_and_images(vae_folder, dtype, levels):
+def test_half_precision_returns_float32_and_rounds_the_same_latents_and_images(vae_folder, dtype, levels):
     exact, half = autoencoders.load_autoencoder(vae_folder), autoencoders.load_autoencoder(vae_folder, dtype=dtype)
     (mean, _), (rough, std) = exact.encode(IMAGES), half.encode(IMAGES)
     assert rough.dtype == std.dtype == torch.float32 and 0 < (rough - mean).abs().max() < 0.1 * mean.abs().max()
@@ -371,7 +371,7 @@ def test_impossible_statistics_of_a_latent_folder_raise_a_one_line_error(tmp_pat
 # ---- in pieces ------------------------------------------------------------------------------------------------------
 
 
-def test_decoding_in_pieces_gives_the_same_images_and_never_more_at_once(tmp_path, monkeypatch):
+def test_decoding_in_pieces_returns_the_same_images_and_never_more_at_once(tmp_path, monkeypatch):
     name, latents = make_network("scale and shift", tmp_path), torch.randn(7, 5, 4, 4)
     sizes = []
     decode = DiffusersAutoencoder._decode
@@ -397,7 +397,7 @@ def test_an_autoencoder_that_overflows_in_fp16_raises_a_one_line_error_and_not_b
     assert decoder_of(name, (5, 4, 4)).decode(large * 10, strict=True).shape == (2, 16, 16, 3)
     with pytest.raises(ValueError, match="pixels that are not finite: set decode_precision=fp32 or bf16"):
         decoder.decode(large * 10, strict=True)
-    assert decoder.decode(large * 10).shape == (2, 16, 16, 3)  # training goes on, and its grid is there to be looked at
+    assert decoder.decode(large * 10).shape == (2, 16, 16, 3)  # in training it is only a grid
 
 
 # ---- commands -------------------------------------------------------------------------------------------------------

@@ -220,7 +220,7 @@ def test_a_stopped_run_ends_with_the_files_of_an_undisturbed_one_and_the_same_re
     options = (*SEVERAL, "checkpoint.every=4", "checkpoint.keep_every=4", "checkpoint.keep_last=1",
                "ema.snapshot_every=4")
     trained(tmp_path / "whole", shapes, *options, "steps=13")
-    for steps in (2, 5, 6, 8, 11, 13):  # of which all but 8 and 13 are stops
+    for steps in (2, 5, 6, 8, 11, 13):  # stops, except for 8 and 13
         trained(tmp_path / "parts", shapes, *options, f"steps={steps}")
     assert_same_end(tmp_path / "parts", tmp_path / "whole")
     made = [find_checkpoint(tmp_path / name, "ema-std0.07") for name in ("parts", "whole")]
@@ -339,7 +339,7 @@ def test_one_command_scores_averages_and_scales_into_rows_and_a_table(several, p
     table = capfd.readouterr().out.split("weights  ")[-1].splitlines()
     assert [line.split()[0] for line in table[1:11]] == [name for name in names for _ in range(2)]
     run_command(fid.main, *line, "table=latex")
-    assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 10  # none is drawn again
+    assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 10  # none is sampled again
     assert r"\begin{tabular}{llr" in capfd.readouterr().out
 
 

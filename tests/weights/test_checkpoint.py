@@ -149,7 +149,7 @@ def test_a_save_that_fails_leaves_no_trace_and_says_what_it_needed(tmp_path, mon
     assert checkpoints.problem(good) is None
 
 
-def test_damaged_checkpoints_that_were_passed_over_do_not_crowd_out_good_ones(tmp_path):
+def test_damaged_checkpoints_that_were_skipped_do_not_crowd_out_good_ones(tmp_path):
     save(tmp_path, 10), save(tmp_path, 20)
     (tmp_path / "checkpoints/step-00000020/ema.safetensors").write_bytes(b"")
     checkpoints.set_aside_after(tmp_path, 10)

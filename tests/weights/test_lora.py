@@ -41,7 +41,7 @@ def inputs(batch=3):
 
 
 def adapted(rank=4, **options):
-    """A network and a copy of it that wears an adapter."""
+    """A network, and a copy of it with an adapter."""
     base = network()
     net = copy.deepcopy(base)
     lora.attach(net, rank, **options)

@@ -131,7 +131,7 @@ def test_channels_of_a_variance_are_there_or_not_whatever_the_family(family, tmp
 
 
 def test_the_table_of_labels_decides_where_the_arguments_name_another_count_of_classes(tmp_path):
-    """The kin of facebookresearch/DiT#108: args.num_classes stays 1,000 where the network has another number."""
+    """As facebookresearch/DiT#108: args.num_classes is 1,000 although the network has another number."""
     torch.save({"ema": net(learn_sigma=True).state_dict(),
                 "args": argparse.Namespace(model="DiT-S/2", image_size=64, num_classes=1000, vae="ema")},
                tmp_path / "x.pt")

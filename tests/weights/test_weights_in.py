@@ -1,4 +1,4 @@
-"""Others' weights become an ordinary network of ours, and their samplers give their numbers (tests/published)."""
+"""Others' weights become a network of ours, and their samplers return the published numbers (tests/published)."""
 
 import argparse
 import contextlib
@@ -511,7 +511,7 @@ def test_shards_are_read_as_one_and_known_by_one_hash(form, tmp_path):
     lambda ema: under("ema_model.", ema) | {"step": torch.tensor(3)}, lambda ema: under("module.", ema),
 ])
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
-def test_a_folder_of_accelerate_gives_its_average(name, custom, tmp_path):
+def test_the_average_in_a_folder_of_accelerate_is_used(name, custom, tmp_path):
     ema, raw = two()
     save_file(raw, tmp_path / name) if name.endswith("safetensors") else torch.save(raw, tmp_path / name)
     for other, content in (("optimizer.bin", {"state": {0: {"exp_avg": torch.ones(3)}}}),
