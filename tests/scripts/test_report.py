@@ -93,7 +93,7 @@ def test_a_run_of_this_code_is_read_completely(reference, pixel_reference, tmp_p
     assert run.config["seed"] == "0" and run.record["network.routes.0.selection_ratio"] == "0.5"
     assert [(score["value"], score["guidance"]) for score in run.scores] == [
         (row["metrics"]["fd_pixels"], guidance) for row, guidance in zip(
-            read_rows(folder / "results.jsonl"), ("unguided", "scale 2, drop_label true"), strict=True)]
+            read_rows(folder / "results.jsonl"), ("unguided", "scale 2.0, drop_label true"), strict=True)]
 
 
 def test_links_out_of_a_run_are_not_followed(tmp_path):
