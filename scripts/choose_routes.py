@@ -4,9 +4,9 @@ The FLOP ratio is dense over routed. Routes are ranked by the paper's ablations 
 Commands: configs/choose_routes.yaml, docs/routing.md.
 """
 
-import functools
 import sys
 from collections.abc import Mapping
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +16,7 @@ import torch
 from pydantic import Field
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from dit import multiply_adds
+from dit import DiT, multiply_adds
 from routing_module import Route, resolve_routes
 from runtime.command import command
 from runtime.schema import CONFIGS, Count, NonEmptyList, Settings, Tokens, as_text, refuse
@@ -55,23 +55,18 @@ class ChoiceSettings(Settings):
     model: ModelSettings
 
 
-class Costs:
-    """Multiply-adds of a network whose route covers one block; those of any other route follow from them."""
+@cache
+def of_one_block(net: DiT, ratio: float) -> int:
+    """Counts the multiply-adds of a network whose route covers one block."""
+    return sum(multiply_adds(net, (Route(0, 0, ratio),)))
 
-    def __init__(self, network: dict):
-        with torch.device("meta"):
-            self.net = build_network(network)
-        self.depth, self.dense = network["depth"], self.count(0.0)
 
-    @functools.cache  # noqa: B019  (a handful, for as long as the command runs)
-    def count(self, ratio: float) -> int:
-        return sum(multiply_adds(self.net, (Route(0, 0, ratio),)))
-
-    def flop_ratio(self, routes: tuple[Route, ...]) -> float:
-        """Returns the dense network's multiply-adds over those of the network with resolved `routes`."""
-        saved = sum((route.end_layer_idx - route.start_layer_idx + 1) * (self.dense - self.count(route.selection_ratio))
-                    for route in routes)
-        return self.dense / (self.dense - saved)
+def flop_ratio(net: DiT, routes: tuple[Route, ...]) -> float:
+    """Returns the multiply-adds of a dense network over those with resolved `routes`, block by block."""
+    dense = of_one_block(net, 0.0)
+    saved = sum((route.end_layer_idx - route.start_layer_idx + 1) * (dense - of_one_block(net, route.selection_ratio))
+                for route in routes)
+    return dense / (dense - saved)
 
 
 def presets(depth: int) -> dict[str, tuple[Route, ...]]:
@@ -114,31 +109,32 @@ def main(cfg: ChoiceSettings, cli_overrides: Mapping[str, str]) -> None:
         refuse(cli_overrides, "benchmark", why="nothing is timed without measure=true")
     if cfg.speedup is None:
         refuse(cli_overrides, "count", why="all presets are listed without speedup=")
-    costs = [Costs(network_of(cfg.model, tokens) | {"routes": []}) for tokens in cfg.tokens]
-    depth, first = costs[0].depth, costs[0]
+    with torch.device("meta"):
+        nets = [build_network(network_of(cfg.model, tokens) | {"routes": []}) for tokens in cfg.tokens]
+    depth = len(nets[0].blocks)
     size = f"{cfg.model.backbone_type}, {depth} blocks"
     if cfg.speedup is None:
-        chosen = dict(sorted(presets(depth).items(), key=lambda preset: first.flop_ratio(preset[1])))
+        chosen = dict(sorted(presets(depth).items(), key=lambda preset: flop_ratio(nets[0], preset[1])))
         print(f"{size}: the presets of train.py routes=…\n")
     else:
         found = candidates(depth)
         if not found:
             raise ValueError(f"{size}: no route from near block 2 to near depth - 4 covers half of the blocks. Set "
                              f"model.routes yourself, or use a deeper network.")
-        reach = [route for route in found if first.flop_ratio((route,)) >= cfg.speedup]
+        reach = [route for route in found if flop_ratio(nets[0], (route,)) >= cfg.speedup]
         if reach:
             print(f"{size}: routes with a FLOP ratio of at least {cfg.speedup:g} at {cfg.tokens[0]} tokens, the best "
                   f"first\n")
         else:
-            reach = [max(found, key=lambda route: first.flop_ratio((route,)))]
+            reach = [max(found, key=lambda route: flop_ratio(nets[0], (route,)))]
             print(f"{size}: no route near the paper's has a FLOP ratio of {cfg.speedup:g} at {cfg.tokens[0]} tokens. "
-                  f"The largest is {first.flop_ratio((reach[0],)):.2f}:\n")
+                  f"The largest is {flop_ratio(nets[0], (reach[0],)):.2f}:\n")
         chosen = {str(rank): (route,) for rank, route in enumerate(reach[: cfg.count], start=1)}
     rows = []
     for name, routes in chosen.items():
         row = {"routes=" if cfg.speedup is None else "": name, "route": ", ".join(map(str, routes))}
-        row |= {f"FLOP ratio at {tokens}": f"{cost.flop_ratio(routes):.2f}"
-                for tokens, cost in zip(cfg.tokens, costs, strict=True)}
+        row |= {f"FLOP ratio at {tokens}": f"{flop_ratio(net, routes):.2f}"
+                for tokens, net in zip(cfg.tokens, nets, strict=True)}
         if cfg.speedup is not None:
             row["FID lost"] = f"{fid_lost(routes[0], depth):.1f}"
         if cfg.measure:
