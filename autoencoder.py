@@ -1,4 +1,4 @@
-"""Pixels <-> latents, and the scale, shift and statistics by channel that make an autoencoder's latents the network's.
+"""Maps pixels to latents and back, and scales an autoencoder's latents for the network, per channel if needed.
 
 `weights/autoencoders.py` loads an autoencoder by its name.
 """
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-SD_VAE_SCALE = 0.18215  # Stable Diffusion 1 and 2; any other VAE's config.json says its own
-SAMPLES_ONLY = ("AutoencoderTiny", "AutoencoderDC")  # of diffusers; their latents are values, not distributions
-PIXELS_AT_ONCE = 2**20  # decoded at once by default: 16 images of 256x256
+SD_VAE_SCALE = 0.18215  # Stable Diffusion 1 and 2; any other VAE's config.json has its own
+SAMPLES_ONLY = ("AutoencoderTiny", "AutoencoderDC")  # diffusers classes whose latents are values, not distributions
+PIXELS_AT_ONCE = 2**20  # the default number of pixels to decode at once: 16 images of 256x256
 
 
 # ---- pixels ---------------------------------------------------------------------------------------------------------
@@ -24,7 +24,7 @@ def images_to_pixels(images: torch.Tensor) -> torch.Tensor:
 
 def pixels_to_images(pixels: torch.Tensor) -> torch.Tensor:
     """Maps pixels (B,3,H,W) in [-1, 1] or beyond to uint8 images (B,H,W,3): floor(clip(127.5 x + 128, 0, 255))."""
-    # The inverse of images_to_pixels plus one half, then floor: rounding to nearest, as EDM does it.
+    # Inverts images_to_pixels with rounding to nearest: add one half, then floor, as in EDM.
     return (pixels.float() * 127.5 + 128).clip(0, 255).floor().to(torch.uint8).permute(0, 2, 3, 1).contiguous()
 
 
@@ -33,10 +33,10 @@ def pixels_to_images(pixels: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Convention:
-    """Makes the network's latents of an autoencoder's own: latent = (z - shift - mean) / std * scale.
+    """Turns an autoencoder's own latents z into the network's: latent = (z - shift - mean) / std * scale.
 
-    `latents_mean` and `latents_std` have one number per channel, or are None for 0 and 1. `pixels` is the range of what
-    the autoencoder decodes to. Raises ValueError for values that are not such numbers.
+    `latents_mean` and `latents_std` have one number per channel; None means 0 and 1. `pixels` is the range of the
+    pixels that the autoencoder decodes to. Raises ValueError for any other values.
     """
 
     scale: float = 1.0
@@ -48,39 +48,39 @@ class Convention:
     def __post_init__(self):
         mean, std = self.latents_mean or (), self.latents_std or ()
         if len(mean) != len(std):
-            raise ValueError(f"latents_mean has {len(mean)} numbers and latents_std {len(std)}: give both, with "
-                             f"one number per channel.")
+            raise ValueError(f"latents_mean has {len(mean)} numbers and latents_std {len(std)}: set both, with one "
+                             f"number per channel.")
         if not all(math.isfinite(number) and number > 0 for number in (self.scale, *std)):
             raise ValueError(f"scale={self.scale} and latents_std={list(std)} are not all numbers above 0.")
         if len(self.pixels) != 2 or not -math.inf < self.pixels[0] < self.pixels[1] < math.inf:
-            raise ValueError(f"pixels={list(self.pixels)} is not a range: give two numbers, the lower one first.")
+            raise ValueError(f"pixels={list(self.pixels)} is not a range: set two numbers, the lower one first.")
 
     @classmethod
     def read(cls, record: dict) -> "Convention":
-        """Reads what `record` returned; a key that is absent or null has its default."""
-        given = {key: record[key] for key in cls.__dataclass_fields__ if record.get(key) is not None}
-        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in given.items()})
+        """Reads what `record` returned. A missing or null key has its default."""
+        present = {key: record[key] for key in cls.__dataclass_fields__ if record.get(key) is not None}
+        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in present.items()})
 
     @classmethod
-    def of_config(cls, config: dict) -> "Convention":
-        """Reads the config of one of diffusers' autoencoders."""
+    def from_config(cls, config: dict) -> "Convention":
+        """Reads the config of a diffusers autoencoder."""
         return cls.read({"scale": config.get("scaling_factor"), "shift": config.get("shift_factor"),
                          "latents_mean": config.get("latents_mean"), "latents_std": config.get("latents_std")})
 
     def record(self) -> dict:
-        """Returns plain values for metadata.json and meta.json, without most defaults."""
+        """Returns plain values for metadata.json and meta.json. Statistics and pixels are left out if default."""
         plain = {key: list(value) if isinstance(value, tuple) else value for key, value in vars(self).items()}
         usual = {"latents_mean": None, "latents_std": None, "pixels": [-1, 1]}
         return {key: value for key, value in plain.items() if key not in usual or value != usual[key]}
 
     def require(self, channels: int, where: str) -> None:
-        """Raises ValueError where there are statistics of another number of channels."""
+        """Raises ValueError if there are statistics for another number of channels."""
         if self.latents_mean is not None and len(self.latents_mean) != channels:
             raise ValueError(f"{where}: latents_mean and latents_std have {len(self.latents_mean)} numbers each, but "
                              f"the latents have {channels} channels.")
 
     def latent(self, z: torch.Tensor) -> torch.Tensor:
-        """Maps an autoencoder's own latent (B,C,h,w) to the network's."""
+        """Maps an autoencoder's own latents (B,C,h,w) to the network's."""
         z = z - self.shift
         if self.latents_mean is not None:
             z = (z - _by_channel(self.latents_mean, z)) / _by_channel(self.latents_std, z)
@@ -105,7 +105,7 @@ class Convention:
         return z + self.shift
 
     def images(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Maps what the autoencoder decodes to, (B,3,H,W), to uint8 images (B,H,W,3)."""
+        """Maps the autoencoder's decoded pixels (B,3,H,W) to uint8 images (B,H,W,3)."""
         low, high = self.pixels
         return pixels_to_images(pixels if (low, high) == (-1, 1) else (pixels - low) * (2 / (high - low)) - 1)
 
@@ -118,18 +118,19 @@ def _by_channel(numbers: tuple[float, ...], like: torch.Tensor) -> torch.Tensor:
 
 
 class Autoencoder:
-    """Maps uint8 images (B,H,W,3) to the network's latents (B,C,h,w) and back, decoding a piece at a time.
+    """Maps uint8 images (B,H,W,3) to the network's latents (B,C,h,w) and back.
 
-    A subclass has `_encode`, from pixels to mean and standard deviation or None, and `_decode`, back to pixels.
+    A subclass implements `_encode`, from pixels to mean and standard deviation, and `_decode`, from the autoencoder's
+    own latents to pixels.
     """
 
     name: str
     channels: int
-    downsample: int                         # pixels a latent's side
+    downsample: int                         # image side divided by latent side
     convention: Convention
     device: torch.device | str
-    samples_only = True                     # encoding gives values and no distribution around them
-    decode_batch_size: int | None = None    # images decoded at once; None: as many as have PIXELS_AT_ONCE
+    samples_only = True                     # whether encoding returns values without a distribution
+    decode_batch_size: int | None = None    # images decoded at once; None for about PIXELS_AT_ONCE pixels
 
     @torch.no_grad()
     def encode(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,9 +139,9 @@ class Autoencoder:
 
     @torch.no_grad()
     def decode(self, latents: torch.Tensor, strict: bool = False) -> torch.Tensor:
-        """Maps latents (B,C,h,w) to uint8 images (B,H,W,3), a piece of the batch at a time.
+        """Maps latents (B,C,h,w) to uint8 images (B,H,W,3), a part of the batch at a time.
 
-        Pixels that are not finite are black; with `strict` they are a ValueError.
+        Pixels that are not finite become black, or with `strict` raise ValueError.
         """
         per_image = latents.shape[2] * latents.shape[3] * self.downsample**2
         size, images = self.decode_batch_size or max(1, PIXELS_AT_ONCE // per_image), []
@@ -154,7 +155,7 @@ class Autoencoder:
 
 
 class Identity(Autoencoder):
-    """The autoencoder of pixel space: a latent is the image itself in [-1, 1]."""
+    """The autoencoder for training in pixel space: a latent is the image itself in [-1, 1]."""
 
     name, channels, downsample = "identity", 3, 1
 
@@ -169,10 +170,10 @@ class Identity(Autoencoder):
 
 
 class DiffusersAutoencoder(Autoencoder):
-    """One of diffusers' autoencoders, for latents made by `convention`, or by its config's where none is given.
+    """A diffusers autoencoder for latents with `convention`, by default the one in its config.
 
-    AutoencoderTiny is distilled to decode scaled latents, so it keeps its own. Raises ValueError for a config without
-    a scale, and for statistics that do not fit the network.
+    AutoencoderTiny is distilled to decode scaled latents, so it always uses its own. Raises ValueError for a config
+    without a scale, and for statistics that do not fit the network.
     """
 
     def __init__(
@@ -180,21 +181,21 @@ class DiffusersAutoencoder(Autoencoder):
     ):
         self.name, self.device, self.dtype = name, device, vae.dtype
         self.samples_only = type(vae).__name__ in SAMPLES_ONLY
-        self.channels, self.downsample = latent_form(type(vae), vae.config)
+        self.channels, self.downsample = latent_size(type(vae), vae.config)
         if type(vae).__name__ == "AutoencoderTiny":
             if convention is not None and convention.latents_mean is not None:
-                raise ValueError(f"autoencoder={name} is an AutoencoderTiny, for latents with one scale, but these are "
-                                 f"normalised per channel: choose another.")
+                raise ValueError(f"autoencoder={name} is an AutoencoderTiny, which needs latents with one scale, but "
+                                 f"these are normalised per channel: choose another.")
             convention = None
         if convention is None:
             if vae.config.get("scaling_factor") is None:
-                raise ValueError(f"autoencoder={name}: config.json has scaling_factor null: set it to 1 / the latents' "
-                                 f"standard deviation.")
-            convention = Convention.of_config(vae.config)
+                raise ValueError(f"autoencoder={name} has scaling_factor null in its config.json: set it to 1 / the "
+                                 f"latents' standard deviation.")
+            convention = Convention.from_config(vae.config)
         self.convention = convention
         self.convention.require(self.channels, f"autoencoder={name}")
         self.vae = vae.to(device).eval().requires_grad_(False)
-        if torch.device(device).type == "cuda":  # another layout in memory, made for tensor cores
+        if torch.device(device).type == "cuda":  # a memory layout that tensor cores prefer
             vae.decoder.to(memory_format=torch.channels_last)
 
     def _encode(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -202,7 +203,7 @@ class DiffusersAutoencoder(Autoencoder):
         if self.samples_only:
             latents = self.convention.latent(encoded[0].float())
             return latents, torch.zeros_like(latents)
-        # parameters are [mean, logvar] before any clamp; in float32, so that exp() is too.
+        # parameters are [mean, logvar] before any clamp. They are cast to float32 so that exp() runs in float32.
         mean, std = self.convention.moments(encoded.latent_dist.parameters.float()).chunk(2, dim=1)
         return mean, std
 
@@ -210,8 +211,8 @@ class DiffusersAutoencoder(Autoencoder):
         return self.vae.decode(z.to(self.dtype)).sample
 
 
-def latent_form(network: type[torch.nn.Module], config: dict) -> tuple[int, int]:
-    """Returns (channels, pixels a latent's side) of a diffusers class, by a pass without weights or memory."""
+def latent_size(network: type[torch.nn.Module], config: dict) -> tuple[int, int]:
+    """Returns (channels, downsample) of a diffusers class, by a forward pass on the meta device."""
     side = 2**9
     with torch.device("meta"), torch.no_grad():
         encoded = network.from_config(config).encode(torch.zeros(1, 3, side, side))
@@ -220,9 +221,9 @@ def latent_form(network: type[torch.nn.Module], config: dict) -> tuple[int, int]
 
 
 class OwnDecoder(Autoencoder):
-    """A user's function that maps z (B,C,h,w), its autoencoder's own latents, to pixels (B,3,H,W) in [-1, 1].
+    """A user's function from its autoencoder's own latents z (B,C,h,w) to pixels (B,3,H,W) in [-1, 1].
 
-    It is tried on one latent of `shape` (C,h,w). Raises ValueError where it does not return images.
+    It is tried on one latent of `shape` (C,h,w). Raises ValueError if it does not return images.
     """
 
     convention = Convention()
@@ -237,7 +238,7 @@ class OwnDecoder(Autoencoder):
         self.downsample = found[-1] // shape[2]
         if not self.downsample or found != (1, 3, shape[1] * self.downsample, shape[2] * self.downsample):
             raise ValueError(f"autoencoder={name} maps one latent {(1, *shape)} to {found}; images are (1, 3, H, W), "
-                             f"where H and W are multiples of {shape[1]} and {shape[2]}.")
+                             f"with H and W multiples of {shape[1]} and {shape[2]}.")
 
     def _decode(self, z: torch.Tensor) -> torch.Tensor:
-        return self.function(z).to(z.device)  # which may compute elsewhere; ranks gather what is on their devices
+        return self.function(z).to(z.device)  # it may compute elsewhere, but ranks gather images from their own devices

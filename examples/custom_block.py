@@ -1,8 +1,8 @@
-"""A custom block, trained by train.py: attention and MLP in parallel, as in ViT-22B (arXiv 2302.05442).
+"""Trains a custom block with train.py: attention and MLP in parallel, as in ViT-22B (arXiv 2302.05442).
 
     python examples/custom_block.py experiment=quickstart model.backbone_type=Parallel-S/2 name=parallel
 
-Move the class to a file of blocks/ and its row to the table there, and all commands know it.
+To make all commands know the block, move the class to a file in blocks/ and add its row to the table there.
 """
 
 import sys
@@ -19,7 +19,7 @@ from blocks.transformer import LAYER_NORM, modulate
 
 
 class ParallelBlock(nn.Module):
-    """One residual branch, shifted, scaled and gated by the condition, in which attention and MLP read the same."""
+    """A block with one residual branch: attention and MLP read the same input, modulated and gated by the condition."""
 
     def __init__(self, hidden_size: int, num_heads: int, mlp_ratio: float, grid_size: int, qk_norm: bool = False):
         super().__init__()
@@ -34,7 +34,7 @@ class ParallelBlock(nn.Module):
         return x + gate.unsqueeze(1) * (self.attn(h) + self.mlp(h))
 
 
-BLOCKS["parallel"] = BlockKind(ParallelBlock, models=sizes("Parallel", "S/2", "B/2"))  # before dit.py is imported
+BLOCKS["parallel"] = BlockKind(ParallelBlock, models=sizes("Parallel", "S/2", "B/2"))  # before importing dit.py
 
 if __name__ == "__main__":
     import train

@@ -1,4 +1,4 @@
-"""Saves a decoder of latents as TorchScript: `autoencoder=own.pt` then decodes with it (docs/data.md).
+"""Saves a latent decoder as TorchScript, so that `autoencoder=own.pt` decodes with it (docs/data.md).
 
     python examples/own_decoder.py
 """

@@ -1,10 +1,10 @@
-"""Trains a LoRA with diffusers' own training script and two changed lines: a route around its transformer.
+"""Trains a LoRA with diffusers' own training script, after changing two lines to route its transformer.
 
     python examples/route_diffusers.py <train_dreambooth_lora_sd3.py> --output_dir=lora --max_train_steps=1000
 
-The script is an unmodified one of diffusers/examples, of the installed version; what follows it are its arguments.
---route=2,-4,0.5 (before the script) is the route, --dense_after=0.85 the fraction of steps after which training is
-dense. The changed lines are printed, so that you can make them in the script instead.
+The script is an unmodified one from diffusers/examples of the installed version, followed by its own arguments. Before
+it, you can set --route=2,-4,0.5, the route, and --dense_after=0.85, the fraction of steps after which training is
+dense. The changed lines are printed, so that you can edit the script instead.
 """
 
 import argparse
@@ -19,30 +19,30 @@ STEP = re.compile(r"^( +)with accelerator\.accumulate\((\w+)\):$", flags=re.M)
 
 
 def network_of(script: str, trained: str) -> str:
-    """Returns the transformer that the step calls; raises SystemExit if it is not what the script trains."""
+    """Returns the transformer that the step calls. Raises SystemExit if the script trains something else."""
     tree = ast.parse(script)
     [step] = [part for part in ast.walk(tree) if isinstance(part, ast.With) and
               ast.unparse(part.items[0].context_expr) == f"accelerator.accumulate({trained})"]
     called = {part.func.id for part in ast.walk(step) if isinstance(part, ast.Call) and isinstance(part.func, ast.Name)}
     found = sorted(name for name in called if name.endswith("transformer") or name == "dit")
     if len(found) != 1 or trained not in (*found, "models_to_accumulate"):
-        raise SystemExit(f"The script trains {trained}, and its step calls the transformers {found}: one is needed, "
-                         f"and it must be what is trained.")
+        raise SystemExit(f"The script trains {trained}, and its step calls the transformers {found}: the step must "
+                         f"call exactly one, and train it.")
     defined = {part.id for part in ast.walk(tree) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)}
     missing = [name for name in (found[0], "global_step", "args") if name not in defined]
     if "args.max_train_steps" not in script:
         missing.append("args.max_train_steps")
     if missing:
-        raise SystemExit(f"The script defines no {', '.join(missing)}, which the changed line needs.")
+        raise SystemExit(f"The script does not define {', '.join(missing)}, which the changed line needs.")
     return found[0]
 
 
 def patched(script: str, route: str, dense_after: float) -> str:
-    """Returns a training script whose steps are routed; raises SystemExit where no step is written as in diffusers."""
+    """Returns a training script with routed steps. Raises SystemExit if no step is written as in diffusers."""
     [*steps] = STEP.finditer(script)
     if len(steps) != 1:
-        raise SystemExit(f"{len(steps)} lines of the script are `with accelerator.accumulate(…):`, and one is needed, "
-                         f"around the step of a transformer.")
+        raise SystemExit(f"{len(steps)} lines of the script are `with accelerator.accumulate(…):`, but exactly one is "
+                         f"needed, around the training step of a transformer.")
     name, network = steps[0][2], network_of(script, steps[0][2])
     step = (f"{steps[0][1]}with accelerator.accumulate({name}), routed(\n{steps[0][1]}    {network}, [Route({route})] "
             f"if global_step < {dense_after} * args.max_train_steps else []):")
@@ -58,9 +58,9 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--route", default="2,-4,0.5")
     parser.add_argument("--dense_after", type=float, default=0.85)
     parser.add_argument("script", type=Path)
-    settings, own = parser.parse_known_args(words)
+    settings, script_args = parser.parse_known_args(words)
     code = patched(settings.script.read_text(encoding="utf-8"), settings.route, settings.dense_after)
-    sys.argv = [str(settings.script), *own]
+    sys.argv = [str(settings.script), *script_args]
     exec(compile(code, settings.script, "exec"), {"__name__": "__main__", "__file__": str(settings.script)})
 
 

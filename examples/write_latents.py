@@ -1,6 +1,6 @@
-"""Writes a latent folder with numpy alone, here of random latents, and masks for it (docs/data.md has the format).
+"""Writes a latent folder and masks with nothing but numpy, here for random latents (docs/data.md has the format).
 
-    python examples/write_latents.py        # my-latents, which train.py data.path=my-latents reads
+    python examples/write_latents.py        # writes my-latents, for train.py data.path=my-latents
 """
 
 import json
@@ -14,8 +14,8 @@ labels = np.random.randint(0, 10, 100).astype(np.int64)
 np.save("my-latents/latents-00000.npy", latents)
 np.save("my-latents/labels-00000.npy", labels)
 
-images = np.random.rand(100, 256, 256) > 0.3                  # optional: a mask per image, true where it counts
-masks = images.reshape(100, 32, 8, 32, 8).mean(axis=(2, 4))   # the mean over each pixel of the latent, 8 × 8
+images = np.random.rand(100, 256, 256) > 0.3                  # optional: a mask per image, true where the loss counts
+masks = images.reshape(100, 32, 8, 32, 8).mean(axis=(2, 4))   # the mean over the 8 × 8 pixels of each latent position
 np.save("my-latents/masks-00000.npy", masks.astype(np.float16))
 
 metadata = {

@@ -1,8 +1,8 @@
-"""Latent folders and TREAD's webdataset tars, opened, checked and read by index.
+"""Opens, checks and reads latent folders and TREAD's webdataset tars by index.
 
-Files are memory-mapped and never read completely, unless all latents are copied to a device. Memory grows by 4 bytes
-per image for the epoch's permutation, 1 for the choice between mirrored copies, 1 or 2 for the label and, in tars, 8
-for the offset.
+Files are memory-mapped and never read completely, unless all latents are copied to a device. Memory per image is 4
+bytes for the epoch's permutation, 1 for the choice of mirrored copies, 1 or 2 for the label and, in tars, 8 for the
+offset.
 """
 
 import hashlib
@@ -41,47 +41,47 @@ from runtime.schema import (
 )
 
 KINDS = ("sample", "moments")
-WEIGHT = "weight"  # the name under which objectives know masks-*.npy
-NUM_PROBED = 512  # latents looked at on opening, evenly spread over the shards
-CHUNK = 4096  # latents that are copied to a device at once
+WEIGHT = "weight"  # what objectives call the masks in masks-*.npy
+NUM_PROBED = 512  # latents checked on opening, evenly spread over the shards
+CHUNK = 4096  # latents copied to a device at once
 
 
 # ---- a data set of latents ------------------------------------------------------------------------------------------
 
 
 class Array(NamedTuple):
-    """A further array with the latents' rows: a map of each shard's file, and how its rows follow a flipped image."""
+    """An additional array with one row per latent: a map of each shard's file, and what mirroring does to a row."""
 
     shards: list[np.ndarray]
-    mirror: str             # same: they do not | flip: their last axis | files: in other files, after the plain ones
+    mirror: str             # same: nothing | flip: flips the last axis | files: reads the files after the plain ones
 
 
 @dataclass(eq=False)
 class Latents:
-    """The record of a data set, which reads its latents and labels by index; `open_latents` makes one.
+    """A data set, which reads latents and labels by index. `open_latents` opens one.
 
-    `shape` is (C, h, w) of one latent; what is stored has 2C channels [mean, std] where `kind` is "moments".
-    `fingerprint` names the content whatever its path, so a folder that moved is still the same data set.
-    `display_names` are the classes' names for people, the class names where there are no others.
-    `classes` are the labels that images have, in order; of `num_classes` there may be fewer.
+    `shape` is (C, h, w) of one latent. If `kind` is "moments", stored rows have 2C channels [mean, std].
+    `fingerprint` identifies the content independently of its path, so a moved folder is still the same data set.
+    `display_names` are class names for people; by default they equal `class_names`.
+    `classes` lists the labels that occur, in order. There may be fewer of them than `num_classes`.
     """
 
     where: str                                  # a name for messages
     files: list[Path]                           # plain shards, then mirrored ones; or tars
-    shards: list[Any]                           # by row, the latents of each file
+    shards: list[Any]                           # the latents of each file, indexed by row
     starts: np.ndarray                          # index of each shard's first image, and the count at the end
     labels: np.ndarray                          # (count,)
-    stored_shape: tuple[int, int, int]          # of one latent, as it is on disk
+    stored_shape: tuple[int, int, int]          # of one latent on disk
     stored_dtype: np.dtype
     kind: str                                   # one of KINDS
     mirrored: bool
     num_classes: int
     class_names: list[str] | None
     autoencoder: str
-    convention: Convention                      # by which the network's latents are made of the autoencoder's
-    applied: Convention | None = None           # tars: the part of it that is still to be applied to their values
+    convention: Convention                      # turns the autoencoder's latents into the network's
+    applied: Convention | None = None           # for tars: the part of it that `read` still applies
     display_names: list[str] | None = None
-    arrays: dict[str, Array] = field(default_factory=dict)  # by the names that objectives know
+    arrays: dict[str, Array] = field(default_factory=dict)  # keyed by the names that objectives use
 
     def __post_init__(self):
         self.display_names = self.display_names or self.class_names
@@ -98,9 +98,9 @@ class Latents:
         self.fingerprint = content.hexdigest()[:32]
 
     def read(self, indices: np.ndarray, mirror: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (stored (B, C or 2C, h, w) float16, labels (B,) int64) of `indices` (B,) int64, in their order.
+        """Returns (stored (B, C or 2C, h, w) float16, labels (B,) int64) for `indices` (B,) int64, in that order.
 
-        `mirror` (B,) bool picks the encoding of the flipped image where True.
+        Where `mirror` (B,) bool is True, the latent of the flipped image is returned.
         """
         stored = self._read_stored(indices, mirror)
         if self.applied is not None:
@@ -111,7 +111,7 @@ class Latents:
     def rows_of(
         self, names: Iterable[str], indices: np.ndarray, mirror: np.ndarray | None = None,
     ) -> dict[str, np.ndarray]:
-        """Returns the rows of `indices` (B, …) of further arrays, as their files have them."""
+        """Returns rows (B, …) of the arrays in `names` for `indices`, in the files' own types."""
         rows = {}
         for name in names:
             array = self.arrays[name]
@@ -123,7 +123,10 @@ class Latents:
         return rows
 
     def most_kept(self, patch_size: int) -> tuple[int, int]:
-        """Reads all masks; returns the most tokens that one has `kept_tokens` keep, and whose image's it is."""
+        """Reads all masks and finds the one for which `kept_tokens` keeps the most tokens.
+
+        Returns that number of tokens, and the index of its image.
+        """
         most, image = 0, 0
         for start in range(0, self.count, CHUNK):
             indices = np.arange(start, min(start + CHUNK, self.count))
@@ -134,27 +137,26 @@ class Latents:
         return most, image
 
     def to_device(self, device: torch.device | str, names: Sequence[str] = ()) -> tuple[torch.Tensor, ...]:
-        """Copies all that is stored to a device: latents, labels, and the arrays of `names` in their order.
+        """Copies the complete data set to a device: latents, labels, and the arrays in `names`, in that order.
 
-        Of n images there are n rows of each, and with mirrored copies twice as many of what differs in them (image i's
-        copy is at i + count).
+        With mirrored copies, latents and arrays have twice as many rows, and the copy of image i is row i + count.
         """
-        wholes: list[torch.Tensor] = []
+        tensors: list[torch.Tensor] = []
         for copy in range(2 if self.mirrored else 1):
             for start in range(0, self.count, CHUNK):
                 indices = np.arange(start, min(start + CHUNK, self.count))
                 mirror = np.full(len(indices), copy == 1)
                 arrays = [self.read(indices, mirror)[0], *self.rows_of(names, indices, mirror).values()]
                 parts = [torch.from_numpy(array) for array in arrays]
-                if not wholes:
-                    wholes = [torch.empty((self.count * (1 + self.mirrored), *part.shape[1:]), dtype=part.dtype,
-                                          device=device) for part in parts]
-                for whole, part in zip(wholes, parts, strict=True):
-                    whole[copy * self.count + start :][: len(part)] = part
-        return wholes[0], torch.from_numpy(self.labels.astype(np.int64)).to(device), *wholes[1:]
+                if not tensors:
+                    tensors = [torch.empty((self.count * (1 + self.mirrored), *part.shape[1:]), dtype=part.dtype,
+                                           device=device) for part in parts]
+                for tensor, part in zip(tensors, parts, strict=True):
+                    tensor[copy * self.count + start :][: len(part)] = part
+        return tensors[0], torch.from_numpy(self.labels.astype(np.int64)).to(device), *tensors[1:]
 
     def find_damaged(self, indices: np.ndarray, mirror: np.ndarray | None, names: Iterable[str]) -> str | None:
-        """Names the file and the row of the first of `indices` that holds NaN or infinity, or returns None."""
+        """Returns a text with the file and row of the first of `indices` that holds NaN or infinity, or None."""
         for name, rows in {"latents": self.read(indices, mirror)[0], **self.rows_of(names, indices, mirror)}.items():
             finite = np.isfinite(rows).reshape(len(rows), -1).all(axis=1)
             if finite.all():
@@ -163,7 +165,7 @@ class Latents:
             shard = int(np.searchsorted(self.starts, indices[first], side="right")) - 1
             is_copy = mirror is not None and bool(mirror[first])
             file = self.files[shard + is_copy * (len(self.starts) - 1)]
-            if name != "latents":  # whose files have the same rows
+            if name != "latents":  # an array's files are named after the latents' and have the same rows
                 own = "_mirrored" if is_copy and self.arrays[name].mirror == "files" else ""
                 name = "masks" if name == WEIGHT else name + own
                 file = file.with_name(self.files[shard].name.replace("latents-", f"{name}-"))
@@ -171,21 +173,21 @@ class Latents:
         return None
 
     def require(self, *, shape: tuple[int, int, int], num_classes: int) -> None:
-        """Raises ValueError where the latents do not fit a network for `shape` (C, h, w) and `num_classes`."""
+        """Raises ValueError if the latents do not fit a network for `shape` (C, h, w) and `num_classes`."""
         if self.shape[1] != self.shape[2]:
             raise ValueError(f"{self.where} holds latents {self.shape}, which must be (channels, side, side): move the "
                              f"channels to the front, or crop the images to squares.")
         if tuple(shape) != self.shape:
-            of_tars = f", or data.kind={'moments' if self.kind == 'sample' else 'sample'}" if self.applied else ""
+            or_kind = f", or data.kind={'moments' if self.kind == 'sample' else 'sample'}" if self.applied else ""
             raise ValueError(f"{self.where} holds latents {self.shape}, but the network is set up for {tuple(shape)}: "
-                             f"set data=folder, which reads it, or data.channels={self.shape[0]} and "
-                             f"data.input_size={self.shape[1]}{of_tars}.")
+                             f"set data=folder, which reads the shape from the folder, or "
+                             f"data.channels={self.shape[0]} and data.input_size={self.shape[1]}{or_kind}.")
         if num_classes < self.num_classes:
             raise ValueError(f"{self.where} has {self.num_classes} classes, but the network is set up for "
                              f"{num_classes}: set data.num_classes={self.num_classes} or more.")
 
     def probe(self) -> tuple[np.ndarray, np.ndarray | None]:
-        """Returns (indices, mirror) of the same few hundred latents each time, spread over all shards."""
+        """Returns (indices, mirror) for a few hundred latents, spread over all shards and always the same."""
         indices = spread(self.count, NUM_PROBED)
         return indices, np.arange(len(indices)) % 2 == 1 if self.mirrored else None
 
@@ -199,12 +201,12 @@ class Latents:
     def _fill(
         self, rows: np.ndarray, shards: Sequence, indices: np.ndarray, mirror: np.ndarray | None = None,
     ) -> None:
-        """Copies the rows of `indices` out of shards, the plain ones or, where `mirror` is True, those after them."""
-        order = np.argsort(indices)  # pages are visited in the order of the file
+        """Copies the rows of `indices` from the plain shards or, where `mirror` is True, from the mirrored ones."""
+        order = np.argsort(indices)  # so that a file's pages are visited in order
         shard = np.searchsorted(self.starts, indices[order], side="right") - 1
         row = indices[order] - self.starts[shard]
         shard = shard if mirror is None else shard + mirror[order] * (len(self.starts) - 1)
-        # Row by row is faster than fancy indexing per shard: a shuffled batch meets most shards once or twice.
+        # Row by row is faster than fancy indexing per shard: a shuffled batch has only one or two rows in most shards.
         for i, s, r in zip(order.tolist(), shard.tolist(), row.tolist(), strict=True):
             rows[i] = shards[s][r]
 
@@ -213,12 +215,13 @@ def open_latents(path: str | Path, *, kind: str | None = None, scale: float | No
                  num_classes: int | None = None) -> Latents:
     """Opens a latent folder (docs/data.md), or tars of `{key}.latent.npy` and `{key}.cls`.
 
-    Tars are named by a folder, a glob, or braces as in shard-{000000..000127}.tar. A latent folder knows its kind and
-    scale, so the arguments may only agree with it. Tars carry no record: `kind` is "sample" or "moments" ([mean,
-    logvar]), `scale` brings the autoencoder's own values to z * scale (default: 1 for samples, which TREAD stores
-    scaled, and 0.18215 for moments), and labels lie below `num_classes` (default 1000). Their first opening indexes
-    them and keeps the index next to them, so let one rank open before the others. Raises ValueError for data that is
-    absent, unfinished, damaged, or not scaled for the network.
+    For tars, `path` is a folder, a glob, or braces as in shard-{000000..000127}.tar. A latent folder records its kind
+    and scale, so those arguments must be None or agree with it. Tars have no such record: `kind` is "sample" or
+    "moments" ([mean, logvar]). The autoencoder's own values become z * scale; the default `scale` is 1 for samples,
+    which TREAD stores scaled, and 0.18215 for moments. Labels lie below `num_classes` (default 1000).
+
+    Opening tars for the first time writes an index next to them, so let one rank open them before the others. Raises
+    ValueError for data that is missing, unfinished, damaged, or not scaled for the network.
     """
     path = Path(path)
     if (path / "metadata.json").is_file():
@@ -228,11 +231,11 @@ def open_latents(path: str | Path, *, kind: str | None = None, scale: float | No
     elif tars := find_tars(path):
         latents = _open_tars(path, tars, kind, scale, num_classes)
     else:
-        seen, source, out = f"There is no data set at {path}.", "source=<images>", path
+        problem, source, out = f"There is no data set at {path}.", "source=<images>", path
         if path.is_dir():
-            seen = f"{path} holds neither metadata.json, which marks a latent folder, nor .tar files."
+            problem = f"{path} holds neither metadata.json, which marks a latent folder, nor .tar files."
             source, out = as_argument("source", path), Path("data") / path.name
-        raise ValueError(f"{seen} Prepare one with `python scripts/prepare_latents.py {source} "
+        raise ValueError(f"{problem} Prepare one with `python scripts/prepare_latents.py {source} "
                          f"{as_argument('out', out)}`, or try the built-in shapes with `bash scripts/quickstart.sh`.")
     _check_values(latents)
     return latents
@@ -242,7 +245,7 @@ def open_latents(path: str | Path, *, kind: str | None = None, scale: float | No
 
 
 class Shard(Record):
-    """One of `shards` in metadata.json: its files, and how many images they hold."""
+    """An entry of `shards` in metadata.json: its files, and how many images they hold."""
 
     latents: str
     labels: str
@@ -251,7 +254,10 @@ class Shard(Record):
 
 
 class ArrayRecord(Record):
-    """One of `arrays` in metadata.json, kept in <name>-*.npy, and if `mirror` is files in <name>_mirrored-*.npy."""
+    """An entry of `arrays` in metadata.json, stored in <name>-*.npy.
+
+    If `mirror` is "files", rows of flipped images are stored in <name>_mirrored-*.npy.
+    """
 
     shape: list[Size]  # of one row
     dtype: Text
@@ -259,7 +265,7 @@ class ArrayRecord(Record):
 
 
 class Metadata(ConventionRecord):
-    """metadata.json as docs/data.md has it, but for what no reader needs."""
+    """metadata.json (docs/data.md), without the keys that no reader needs."""
 
     format: one_of([1])
     count: Count
@@ -278,7 +284,7 @@ class Metadata(ConventionRecord):
 
 
 def own_file(folder: Path, name: str) -> Path:
-    """Returns a file of a latent folder; raises ValueError for one outside, by its name or by a link."""
+    """Returns the path of a file in a latent folder. Raises ValueError if its name or a link leads outside."""
     file = folder / name
     if Path(name).name != name or not is_inside(file, folder):
         raise ValueError(f"{folder / 'metadata.json'} names {name!r}, which is not a plain file in that folder: "
@@ -287,18 +293,18 @@ def own_file(folder: Path, name: str) -> Path:
 
 
 def map_npy(file: Path, shapes: list[tuple[int, ...]], dtypes: list[str]) -> np.ndarray:
-    """Maps an npy file; raises ValueError where it is damaged, or not of one of the shapes and types."""
+    """Maps an npy file. Raises ValueError if it is damaged, or has none of the allowed shapes and types."""
     refuse_pointer(file)
     try:
         array = np.lib.format.open_memmap(file, mode="r")
-    except NPY_ERRORS as error:  # no npy, or cut short, or Python objects, which are pickled
+    except NPY_ERRORS as error:  # not an npy file, truncated, or an array of pickled Python objects
         raise ValueError(f"{file} is not a complete npy file of numbers ({first_line(error)}): copy the folder "
                          f"again, or delete it and prepare it again.") from error
     if array.shape not in shapes or array.dtype not in dtypes:
         allowed = f"{' or '.join(dtypes)} {' or '.join(map(str, shapes))}"
-        raise ValueError(f"{file} has {array.dtype} {array.shape}, but metadata.json says {allowed}: they are from "
+        raise ValueError(f"{file} has {array.dtype} {array.shape}, but metadata.json says {allowed}: they come from "
                          f"different preparations.")
-    return np.asarray(array)  # rows of a memmap take longer
+    return np.asarray(array)  # indexing a memmap is slower
 
 
 def _open_folder(folder: Path, kind: str | None, scale: float | None) -> Latents:
@@ -310,9 +316,9 @@ def _open_folder(folder: Path, kind: str | None, scale: float | None) -> Latents
                               ("shards", meta.count, sum(counts))):
         if found not in (None, known):
             raise ValueError(f"{file} says {known}, but its {key} have {found}.")
-    for name, asked, recorded in (("kind", kind, meta.kind), ("scale", scale, meta.scale)):
-        if asked is not None and asked != recorded:
-            raise ValueError(f"data.{name} is {asked!r}, but {folder} was prepared with {recorded!r}: "
+    for name, value, recorded in (("kind", kind, meta.kind), ("scale", scale, meta.scale)):
+        if value is not None and value != recorded:
+            raise ValueError(f"data.{name} is {value!r}, but {folder} was prepared with {recorded!r}: "
                              f"leave data.{name}=null for a latent folder.")
     try:
         convention = Convention.read(meta.model_dump())
@@ -328,7 +334,7 @@ def _open_folder(folder: Path, kind: str | None, scale: float | None) -> Latents
         check_labels(own, meta.num_classes, folder / shard.labels, 'correct the labels or "num_classes" in the record')
     arrays = {name: Array(maps[name] + maps.get(f"{name}_mirrored", []), record.mirror)
               for name, record in meta.arrays.items()}
-    if any(folder.glob("masks-*.npy")):  # the weights of the loss
+    if any(folder.glob("masks-*.npy")):  # loss weights
         sides = meta.shape[1:]
         masks = _map_shards(folder, meta, "masks", [sides, [1, *sides]], ["uint8", "float16"])
         arrays[WEIGHT] = Array([mask.reshape(-1, 1, *sides) for mask in masks], "flip")
@@ -344,7 +350,7 @@ def _open_folder(folder: Path, kind: str | None, scale: float | None) -> Latents
 
 
 def row_types(metadata: dict, row_shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Names a shard's files, <name>-*.npy, with shape and type of their rows; `row_shape` is that of a latent's."""
+    """Maps the names of a shard's files, <name>-*.npy, to the shape and type of a row. A latent has `row_shape`."""
     types = {"latents": (row_shape, "float16"), "labels": ((), "int64")}
     if metadata["mirrored"]:
         types["mirrored"] = types["latents"]
@@ -356,7 +362,7 @@ def row_types(metadata: dict, row_shape: tuple[int, ...]) -> dict[str, tuple[tup
 
 
 def _file_of(shard: Shard, name: str) -> str:
-    """Returns the name of one of a shard's files; the record has it for latents, labels and mirrored alone."""
+    """Returns a shard's file name for `name`. The record holds only those of latents, labels and mirrored."""
     recorded = shard.model_dump(include={"latents", "labels", "mirrored"}).get(name)
     return recorded or shard.latents.replace("latents-", f"{name}-")
 
@@ -372,15 +378,16 @@ def _open_tars(path: Path, tars: list[Path], kind: str | None, scale: float | No
     rows, starts, labels, stored_shape, stored_dtype = map_tars(tars)
     channels = stored_shape[0]
     if kind is None:
-        raise ValueError(f"{path} holds latents of {channels} channels, and tars do not say of which kind: "
-                         "set data.kind=moments for [mean, logvar], as 8 almost certainly are, or data.kind=sample.")
-    # TREAD trains on samples as they are, so they are scaled already; moments are an autoencoder's own.
+        raise ValueError(f"{path} holds latents of {channels} channels, and tars do not record their kind: set "
+                         "data.kind=moments for [mean, logvar], which 8 channels almost certainly are, or "
+                         "data.kind=sample.")
+    # TREAD does not scale samples, so they are scaled already. Moments are the autoencoder's own values.
     scale = scale or (1.0 if kind == "sample" else SD_VAE_SCALE)
     check_labels(labels, num_classes, path, "set data.num_classes above it, or correct the tars")
     if kind == "moments" and channels == 4:
         warnings.warn(f"{path} holds latents of 4 channels, which are almost certainly samples: set data.kind=sample, "
                       "unless they are the moments of a 2-channel autoencoder.", stacklevel=3)
-    # The autoencoder is the one TREAD trains on; nothing in the tars names one.
+    # The tars do not record their autoencoder, so assume the one that TREAD uses.
     return Latents(where=str(path), files=tars, shards=rows, starts=starts,
                    labels=labels.astype(np.min_scalar_type(num_classes - 1)), stored_shape=stored_shape,
                    stored_dtype=stored_dtype, kind=kind, mirrored=False, num_classes=num_classes, class_names=None,
@@ -388,13 +395,13 @@ def _open_tars(path: Path, tars: list[Path], kind: str | None, scale: float | No
                    convention=Convention(SD_VAE_SCALE if scale == 1 else scale), applied=Convention(scale))
 
 
-# ---- what looks wrong -----------------------------------------------------------------------------------------------
+# ---- checks ---------------------------------------------------------------------------------------------------------
 
 
 def check_kind(stored: np.ndarray, kind: str, where: str, log_scale: float | None, remedy: str) -> None:
-    """Raises ValueError where the second half of the channels of `stored` (n, C, h, w) is not what `kind` has there.
+    """Raises ValueError if the second half of the channels of `stored` (n, C, h, w) contradicts `kind`.
 
-    `log_scale` is the scale of moments that were made from log-variances, and None for others.
+    `log_scale` is the scale of moments that were converted from log-variances, and None for all others.
     """
     second = stored[:, stored.shape[1] // 2 :]
     half = f"{where}: the second half of the channels"
@@ -405,19 +412,19 @@ def check_kind(stored: np.ndarray, kind: str, where: str, log_scale: float | Non
     elif second.min() < 0:
         raise ValueError(f"{half} reaches {second.min():.3g}, but a standard deviation is never negative, so these "
                          f"look like [mean, logvar]: {remedy}")
-    elif log_scale is not None and second.min() >= 0.99 * log_scale:  # e^0, but for float16
+    elif log_scale is not None and second.min() >= 0.99 * log_scale:  # log-variance >= 0, up to float16 rounding
         raise ValueError(f"{half} is never below 0, so it looks like standard deviations, but log-variances are "
                          "expected here: write 2 * log(std) instead.")
 
 
 def _check_values(latents: Latents) -> None:
-    """Raises ValueError where a few hundred latents are not finite or do not look scaled for the network."""
+    """Checks a few hundred latents. Raises ValueError if one is not finite or they seem to have the wrong scale."""
     indices, mirror = latents.probe()
     stored = latents.read(indices, mirror)[0].astype(np.float64)
-    where = f"{latents.where} ({len(indices)} of {latents.count} latents looked at)"
+    where = f"{latents.where} ({len(indices)} of {latents.count} latents checked)"
     finite = np.isfinite(stored).all(axis=(1, 2, 3))
     if not finite.all():
-        raise ValueError(f"{where}: {(~finite).sum()} hold NaN or infinity, image {indices[~finite][0]} first. "
+        raise ValueError(f"{where}: {(~finite).sum()} hold NaN or infinity, such as image {indices[~finite][0]}. "
                          "Prepare them again; an autoencoder in half precision is the usual cause.")
     masks = latents.rows_of([WEIGHT], indices, mirror)[WEIGHT] if WEIGHT in latents.arrays else np.ones(1)
     if not (0 <= masks.min() and 0 < masks.max() <= 1):  # nor NaN
@@ -429,21 +436,21 @@ def _check_values(latents: Latents) -> None:
     mean, std = np.split(stored, 2, axis=1) if latents.kind == "moments" else (stored, np.zeros(1))
     if latents.autoencoder == "identity":
         low, high = mean.min(), mean.max()
-        seen = f"{where}: pixels run from {low:.4g} to {high:.4g}, but lie in -1..1: store image / 127.5 - 1."
+        problem = f"{where}: pixels range from {low:.4g} to {high:.4g}, but must lie in -1..1: store image / 127.5 - 1."
         if low < -1.05 or high > 1.05:
-            raise ValueError(seen)
-        if low >= 0 and high > 0.5:  # pale pictures may be so
-            warnings.warn(f"{seen} It looks like 0..1.", stacklevel=3)
+            raise ValueError(problem)
+        if low >= 0 and high > 0.5:  # only a warning, because pale pictures look like this too
+            warnings.warn(f"{problem} They may be in 0..1.", stacklevel=3)
         return
-    spread = math.sqrt(mean.var() + np.square(std).mean())  # of mean + std * eps
-    if 0.3 <= spread <= 3:
+    deviation = math.sqrt(mean.var() + np.square(std).mean())  # the standard deviation of mean + std * eps
+    if 0.3 <= deviation <= 3:
         return
     scale = (latents.applied or latents.convention).scale
-    remedy = (f"data.scale is {scale:g}: set data.scale={SD_VAE_SCALE if spread > 3 else 1}." if latents.applied else
-              "Store latents times the autoencoder's scale once, as scripts/prepare_latents.py does.")
-    looks = (f"unscaled: {SD_VAE_SCALE} times that is {spread * SD_VAE_SCALE:.2g}" if spread > 3 else
-             f"scaled twice: divided by {scale:g} it is {spread / scale:.2g}")
-    message = f"{where}: standard deviation {spread:.3g}, where about 1 is expected, looks {looks}. {remedy}"
-    if spread > 3 or latents.autoencoder in ("sd_vae_ema", "sd_vae_mse"):
+    remedy = (f"data.scale is {scale:g}: set data.scale={SD_VAE_SCALE if deviation > 3 else 1}." if latents.applied
+              else "Multiply latents by the autoencoder's scale exactly once, as scripts/prepare_latents.py does.")
+    looks = (f"unscaled: {SD_VAE_SCALE} times that is {deviation * SD_VAE_SCALE:.2g}" if deviation > 3 else
+             f"scaled twice: divided by {scale:g} it is {deviation / scale:.2g}")
+    message = f"{where}: a standard deviation of {deviation:.3g}, instead of about 1, looks {looks}. {remedy}"
+    if deviation > 3 or latents.autoencoder in ("sd_vae_ema", "sd_vae_mse"):
         raise ValueError(message)
-    warnings.warn(message, stacklevel=3)  # somebody's own autoencoder may be so
+    warnings.warn(message, stacklevel=3)  # only a warning, because a user's own autoencoder may have such latents

@@ -1,6 +1,6 @@
-"""Rows of Hugging Face data sets as numbered images: parquet shards, and the arrow files of `save_to_disk`.
+"""Reads Hugging Face data sets as numbered images: parquet shards, and the arrow files of `save_to_disk`.
 
-Of a shard only the columns that are needed are read, a few rows at a time. pyarrow is imported with the first shard.
+Only the columns that are needed are read, a few rows at a time. pyarrow is imported with the first shard.
 """
 
 import bisect
@@ -34,56 +34,58 @@ from runtime.files import naming_path, parse_json, refuse_pointer
 from runtime.schema import as_recorded, first_line, read_json
 
 PYARROW = "pyarrow==26.0.1"
-IN_MEMORY = 2**24  # bytes of a row group; what goes beyond waits in a temporary file
-ROWS = 16  # decoded at once
-BUFFER = 2**18  # bytes of a file that are read at once
-LISTS = ("List", "LargeList", "Sequence")
-Column = tuple[str, ...]  # a column's name, or with that of a part: ("image", "bytes")
+MAX_IN_MEMORY = 2**24  # bytes of a row group in memory; a larger one moves to a temporary file
+NUM_ROWS = 16  # rows decoded at once
+BUFFER_BYTES = 2**18  # read from a file at once
+LIST_TYPES = ("List", "LargeList", "Sequence")
+Column = tuple[str, ...]  # a column's name, or its name and a field's: ("image", "bytes")
 
 # ---- which files ----------------------------------------------------------------------------------------------------
 
 
 def find_shards(listing: Listing, where: str, mixed: bool = False) -> list[str]:
-    """Returns the names of the shards among the files of `where`, in order; an image folder's metadata.parquet is none.
+    """Returns the names of the shards in a listing, in order. An image folder's metadata.parquet is not a shard.
 
-    Raises ValueError where they are of several splits or sets, unless `mixed` says that all were named.
+    `where` names the source in messages. Raises ValueError if the shards belong to several splits or sets, unless the
+    user named them all (`mixed`).
     """
     names = sorted(name for name in listing.names if Path(name).suffix.lower() in SHARD_SUFFIXES
                    and not is_hidden(name) and not re.match(r"metadata\.|cache-.*\.arrow", posixpath.basename(name)))
     if not names:
         return []
-    folder, there = listing.path, {*listing.names}
+    folder, present = listing.path, {*listing.names}
     if not (folder / names[0]).is_file():
-        raise ValueError(f"{where} holds {names[0]} in an archive, where it cannot be read in parts: unpack it "
-                         "first.")
+        raise ValueError(f"{where} holds {names[0]} in an archive, so it cannot be read piece by piece: unpack the "
+                         "archive first.")
     if images := [name for name in listing.names if looks_like_image(name)]:
         chosen = folder / posixpath.dirname(names[0]) / f"*{Path(names[0]).suffix}"
         raise ValueError(f"{where} holds {len(names)} shards such as {names[0]} and {len(images)} images such "
-                         f'as {min(images)}: select only the shards by source="{chosen}", or move them away.')
-    saved = {parent for parent in map(posixpath.dirname, names) if posixpath.join(parent, "state.json") in there}
-    sets = dict.fromkeys(parent if (parent := posixpath.dirname(name)) in saved else set_of(name) for name in names)
+                         f'as {min(images)}: select only the shards with source="{chosen}", or move them away.')
+    saved = {parent for parent in map(posixpath.dirname, names) if posixpath.join(parent, "state.json") in present}
+    sets = dict.fromkeys(parent if (parent := posixpath.dirname(name)) in saved else split_pattern(name)
+                         for name in names)
     if len(sets) > 1 and not mixed:
         chosen, found = max(sets, key=lambda name: "train" in name), a_few([name or "others" for name in sets])
-        raise ValueError(f"{where} holds {len(sets)} splits or sets ({found}): name one of them, as in "
+        raise ValueError(f"{where} holds {len(sets)} splits or sets ({found}): choose one, as in "
                          f'source="{folder / chosen}".')
-    return in_order_of_state(folder, min(saved), names, where) if len(saved) == 1 else names
+    return order_by_state(folder, min(saved), names, where) if len(saved) == 1 else names
 
 
-def in_order_of_state(root: Path, folder: str, names: list[str], where: str) -> list[str]:
-    """Returns the files of a folder that `save_to_disk` wrote, as its state.json has them."""
+def order_by_state(root: Path, folder: str, names: list[str], where: str) -> list[str]:
+    """Returns the files of a folder that `save_to_disk` wrote, in the order of its state.json."""
     state = read_json(root / folder / "state.json")
     if not state.get("_data_files"):
         return names
     with as_recorded(root / folder / "state.json"):
         files = [posixpath.join(folder, file["filename"]) for file in state["_data_files"]]
-    if lacking := [name for name in files if name not in names]:
-        raise ValueError(f"{where} lacks {len(lacking)} of the {len(files)} files that state.json names, "
-                         f"{lacking[0]} first: copy it again.")
+    if missing := [name for name in files if name not in names]:
+        raise ValueError(f"{where} lacks {len(missing)} of the {len(files)} files that state.json names, such as "
+                         f"{missing[0]}: copy it again.")
     return files
 
 
-def set_of(name: str) -> str:
-    """Returns what the shards of one split share, as a pattern: data/train-*-of-00294.parquet; empty where unknown."""
+def split_pattern(name: str) -> str:
+    """Returns a pattern for all shards of a shard's split, as data/train-*-of-00294.parquet; empty if unknown."""
     folder, base = posixpath.split(name)
     if found := re.fullmatch(r"(.*?-)?\d+(-of-\d+)\b.*(\.\w+)", base):
         return posixpath.join(folder, f"{found[1] or ''}*{found[2]}*{found[3]}")
@@ -100,42 +102,42 @@ def import_pyarrow() -> None:
     try:
         import pyarrow  # noqa: F401
     except ImportError:
-        raise ValueError("Parquet and arrow files are read by pyarrow, which is missing: pip install "
+        raise ValueError("Parquet and arrow files need pyarrow, which is not installed: pip install "
                          f"{PYARROW}") from None
 
 
 class RowGroup:
-    """The images of one row group, read as far as was asked for, and kept in a temporary file where they are many."""
+    """The images of one row group, read on demand and kept in memory, or in a temporary file if they are large."""
 
     def __init__(self, batches: Iterator[list[bytes | None]], where: str):
         self.batches, self.where, self.lock = batches, where, threading.Lock()
-        self.file = tempfile.SpooledTemporaryFile(IN_MEMORY)  # noqa: SIM115 (for as long as it is read)
-        self.places: list[tuple[int, int] | None] = []
+        self.file = tempfile.SpooledTemporaryFile(MAX_IN_MEMORY)  # noqa: SIM115 (open as long as the group is read)
+        self.extents: list[tuple[int, int] | None] = []  # first byte and size of each image
         self.end = 0
 
     def read(self, row: int) -> bytes | None:
-        """Reads an image, and those before it that no call has read yet."""
+        """Reads an image, and all images before it that were not read yet."""
         with self.lock:
-            while len(self.places) <= row:
-                if (batch := next(self.batches, None)) is None:  # another thread was told why
-                    raise ValueError(f"{self.where} is damaged after row {len(self.places)} of a row group.")
+            while len(self.extents) <= row:
+                if (batch := next(self.batches, None)) is None:  # another thread got the error with the reason
+                    raise ValueError(f"{self.where} is damaged after row {len(self.extents)} of a row group.")
                 for image in batch:
-                    with naming_path(Path(tempfile.gettempdir())):  # TMPDIR names another disk
+                    with naming_path(Path(tempfile.gettempdir())):  # TMPDIR may be another disk
                         self.file.seek(self.end)
                         self.file.write(image or b"")
-                    self.places.append(None if image is None else (self.end, len(image)))
+                    self.extents.append(None if image is None else (self.end, len(image)))
                     self.end += len(image or b"")
-            if self.places[row] is None:
+            if self.extents[row] is None:
                 return None
-            start, size = self.places[row]
+            start, size = self.extents[row]
             self.file.seek(start)
             return self.file.read(size)
 
 
 class Parquet:
-    """One parquet file; its images are read from the start of their row group on."""
+    """One parquet file. Reading an image also reads those before it in its row group."""
 
-    kept = threading.local()  # the group in which a thread reads, of whichever file
+    current = threading.local()  # keeps the row group alive that a thread reads, across all files
 
     def __init__(self, path: Path):
         import pyarrow.parquet
@@ -150,8 +152,8 @@ class Parquet:
         import pyarrow.parquet
 
         try:
-            with pyarrow.parquet.ParquetFile(self.path, metadata=self.metadata, buffer_size=BUFFER,
-                                             pre_buffer=False) as file:  # which would read a row group at once
+            with pyarrow.parquet.ParquetFile(self.path, metadata=self.metadata, buffer_size=BUFFER_BYTES,
+                                             pre_buffer=False) as file:  # True would load an entire row group
                 for batch in file.iter_batches(size, groups, [".".join(column)], use_threads=False):
                     values = batch.column(0).to_pylist()
                     for part in column[1:]:
@@ -166,8 +168,8 @@ class Parquet:
         with self.lock:
             group = self.groups.get(number)
             if group is None:
-                group = self.groups[number] = RowGroup(self.batches(column, [number], ROWS), str(self.path))
-        self.kept.group = group
+                group = self.groups[number] = RowGroup(self.batches(column, [number], NUM_ROWS), str(self.path))
+        self.current.group = group
         return group.read(row - self.starts[number])
 
 
@@ -180,7 +182,7 @@ class Arrow:
         mapped = pyarrow.memory_map(str(path))
         try:
             self.table = pyarrow.ipc.open_stream(mapped).read_all()
-        except pyarrow.ArrowInvalid:  # a feather file, which has its index at the end
+        except pyarrow.ArrowInvalid:  # perhaps a feather file, whose index is at the end
             self.table = pyarrow.ipc.open_file(mapped).read_all()
         self.path, self.schema = path, self.table.schema
         self.starts = [0, *itertools.accumulate(batch.num_rows for batch in self.table.to_batches())]
@@ -199,7 +201,7 @@ class Arrow:
 
 
 def open_shard(path: Path) -> Parquet | Arrow:
-    """Opens a shard by its footer or its schema; raises ValueError where it is damaged, or stands for another."""
+    """Opens a shard by its footer or schema. Raises ValueError if it is damaged or only a pointer of Git LFS."""
     import pyarrow
 
     refuse_pointer(path)
@@ -214,7 +216,7 @@ def open_shard(path: Path) -> Parquet | Arrow:
 
 
 def features_of(shard: Parquet | Arrow) -> dict[str, dict]:
-    """Returns what `datasets` says of the columns, in the schema or beside the file; empty where it says nothing."""
+    """Returns the features that `datasets` recorded in the schema or beside the file; empty if there are none."""
     text = (shard.schema.metadata or {}).get(b"huggingface")
     beside = shard.path.parent / "dataset_info.json"
     try:
@@ -222,7 +224,7 @@ def features_of(shard: Parquet | Arrow) -> dict[str, dict]:
         features = info.get("features") or {}
         return {name: feature if isinstance(feature, dict) else {"_type": "List", "feature": feature[0]}
                 for name, feature in features.items()}
-    except (ValueError, KeyError, TypeError, AttributeError):  # of another version, or another program's
+    except (ValueError, KeyError, TypeError, AttributeError):  # written by another version or program
         return {}
 
 
@@ -232,16 +234,16 @@ def class_names_of(feature: dict) -> list[str] | None:
     return [*map(str, feature.get("names") or range(feature.get("num_classes") or 0))]
 
 
-def only(value: list | None, where: str) -> Any:
+def single_label(value: list | None, where: str) -> Any:
     if value and len(value) > 1:
         raise ValueError(f"{where} has {str(value)[:60]} as labels, but an image can have only one class.")
     return value[0] if value else None
 
 
 def describe(field: Any, feature: dict) -> str:
-    """Writes a column and its type, in the words of `datasets` where it describes it."""
+    """Describes a column and its type for messages, by its feature if `datasets` recorded one."""
     kind = feature.get("_type", "Value")
-    if kind in LISTS:
+    if kind in LIST_TYPES:
         inner = feature.get("feature") or {}
         kind = f"list of {inner.get('_type', 'values') if isinstance(inner, dict) else 'values'}"
     if names := class_names_of(feature):
@@ -254,7 +256,7 @@ def is_binary(kind: Any) -> bool:
 
 
 def images_in(field: Any, feature: dict) -> Column | None:
-    """Returns the column, or the part of it, that may hold the files of images; None for others, such as sounds."""
+    """Returns the column, or its field, that may hold image files; None for other data, such as sounds."""
     from pyarrow import types
 
     if feature.get("_type", "Image") not in ("Image", "Value"):
@@ -265,7 +267,7 @@ def images_in(field: Any, feature: dict) -> Column | None:
 
 
 def columns_of(shard: Parquet | Arrow) -> dict[str, tuple[Column | None, list[str] | None]]:
-    """Returns for each column where its images are and the names of its classes, each None if it has none."""
+    """Returns each column's images (a Column or None) and its class names (or None)."""
     features = features_of(shard)
     described = [(field, features.get(field.name, {})) for field in shard.schema]
     return {field.name: (images_in(field, feature), class_names_of(feature)) for field, feature in described}
@@ -285,13 +287,13 @@ def may_be_labels(kind: Any) -> bool:
 
 @dataclass
 class Rows:
-    """The rows of shards, of which the column `image` holds the images."""
+    """The rows of shards."""
 
     where: str                          # the source, for messages
     files: Listing
-    shown: list[str]                    # of each shard, its name below the source
+    shown: list[str]                    # each shard's path relative to the source
     shards: list[Parquet | Arrow]
-    image: Column = ()
+    image: Column = ()                  # holds the images
 
     def __post_init__(self):
         self.schema, self.features = self.shards[0].schema, features_of(self.shards[0])
@@ -305,7 +307,7 @@ class Rows:
         return ", ".join(describe(field, self.features.get(field.name, {})) for field in self.schema)
 
     def read(self, row: int) -> bytes:
-        """Returns the bytes of a row's image; raises UnreadableImage where there are none."""
+        """Returns the bytes of a row's image. Raises UnreadableImage if there are none."""
         number = bisect.bisect_right(self.starts, row) - 1
         if (image := self.shards[number].image(row - self.starts[number], self.image)) is None:
             raise UnreadableImage("the row has no image, or only its path")
@@ -314,12 +316,12 @@ class Rows:
     def values(self, column: Column) -> list:
         return [value for shard in self.shards for batch in shard.batches(column) for value in batch]
 
-    def in_folders(self, number: int) -> dict[str, str]:
-        """Returns the columns that a shard's folders stand for: pyarrow and Spark write label=cat/part-0.parquet."""
+    def folder_columns(self, number: int) -> dict[str, str]:
+        """Returns the columns in a shard's folder names: pyarrow and Spark write label=cat/part-0.parquet."""
         return {key: unquote(value) for key, value in re.findall(r"([^/=]+)=([^/]*)/", self.shown[number])}
 
     def paths(self) -> list[str]:
-        """Returns the names of files that stand beside the images, of a usual column; empty where there are none."""
+        """Returns the file names that `datasets` stores beside the images; empty if there are none."""
         kind = self.schema.field(self.image[0]).type
         if len(self.image) == 1 or kind.get_field_index("path") < 0:
             return []
@@ -327,70 +329,70 @@ class Rows:
         return [path or "" for path in paths] if any(paths) else []
 
     def listing(self, named: bool) -> Listing:
-        """Lists the rows like files, `named` by the paths beside their images.
+        """Lists the rows like files. If `named`, their names are the paths that are stored beside the images.
 
-        Raises ValueError where the first row has a path in place of an image, and where there are no paths.
+        Raises ValueError if the first row has a path instead of an image, or if names are needed but missing.
         """
         if len(self.image) > 1 and self.shards[0].image(0, self.image) is None and (paths := self.paths())[:1] > [""]:
-            raise ValueError(f"{self.where} has paths such as {paths[0]} in its column {self.image[0]}, and "
-                             "not the images: name their folder, or embed them by datasets' save_to_disk.")
+            raise ValueError(f"{self.where} has only paths such as {paths[0]} in its column {self.image[0]}, not the "
+                             "images: use the folder of the images, or embed them with datasets' save_to_disk.")
         shown = [f"{name} row {row}" for name, shard in zip(self.shown, self.shards, strict=True)
                  for row in range(shard.starts[-1])]
         names = [clean(path) for path in self.paths()] if named else shown
         if not names:
-            raise ValueError(f"{self.where} has no names of files in its column {self.image[0]}: set "
-                             "labels=folders, for its column of labels, or labels=none.")
-        begins = [start + first for start, shard in zip(self.starts, self.shards, strict=False)
-                  for first in shard.starts[:-1]]
-        return Listing(names, self.read, shown, self.files.path, self.files.title, quick=np.array(begins))
+            raise ValueError(f"{self.where} has no file names in its column {self.image[0]}: set labels=folders to "
+                             "use its label column, or labels=none.")
+        group_starts = [start + first for start, shard in zip(self.starts, self.shards, strict=False)
+                        for first in shard.starts[:-1]]
+        return Listing(names, self.read, shown, self.files.path, self.files.title, quick=np.array(group_starts))
 
-    def choose_labels(self, asked: str | None) -> str | None:
-        """Returns the column of classes: the one asked for, the only ClassLabel, or the only one with a usual name.
+    def choose_labels(self, label_column: str | None) -> str | None:
+        """Returns the label column: the one requested, the only ClassLabel, or the only one with a usual name.
 
-        None where there is none. Raises ValueError where several may be meant.
+        Returns None if there is none. Raises ValueError if there are several candidates.
         """
-        usable = [field.name for field in self.schema if may_be_labels(field.type)] + [*self.in_folders(0)]
-        if asked is not None and asked not in usable:
-            raise ValueError(f"label_column={asked} is no column of numbers or text: {self.where} has the "
+        usable = [field.name for field in self.schema if may_be_labels(field.type)] + [*self.folder_columns(0)]
+        if label_column is not None and label_column not in usable:
+            raise ValueError(f"label_column={label_column} is not a column of numbers or text: {self.where} has the "
                              f"columns {self.columns}.")
         labelled = [name for name in usable if self.features.get(name, {}).get("_type") == "ClassLabel"]
         usual = [name for name in labelled or usable if head_of(name) in LABEL_HEADS]
-        found = [asked] if asked else labelled if len(labelled) == 1 else usual or labelled
+        found = [label_column] if label_column else labelled if len(labelled) == 1 else usual or labelled
         if len(found) > 1:
-            raise ValueError(f"{self.where} has {len(found)} columns of labels ({', '.join(found)}): choose "
-                             f"one, as in label_column={found[0]}, or set labels=none.")
+            raise ValueError(f"{self.where} has {len(found)} label columns ({', '.join(found)}): choose one, as in "
+                             f"label_column={found[0]}, or set labels=none.")
         return found[0] if found else None
 
     def labels(self, column: str) -> tuple[list, list[str] | None]:
-        """Returns the label of each row, None for none, and the classes' names if labels are their indices.
+        """Returns each row's label or None, and the class names if the labels are indices.
 
-        -1 is no label, as the Hub has it for the rows of a test split. Raises ValueError where no row has a label.
+        -1 means no label, as in the test splits on the Hub. Raises ValueError if no row has a label.
         """
         feature, where = self.features.get(column, {}), f"{self.where}, column {column},"
         if column in self.schema.names:
             values = self.values((column,))
         else:
-            values = [self.in_folders(number).get(column) for number, shard in enumerate(self.shards)
+            values = [self.folder_columns(number).get(column) for number, shard in enumerate(self.shards)
                       for _ in range(shard.starts[-1])]
-        if feature.get("_type") in LISTS:
-            feature, values = feature.get("feature") or {}, [only(value, where) for value in values]
+        if feature.get("_type") in LIST_TYPES:
+            feature, values = feature.get("feature") or {}, [single_label(value, where) for value in values]
         names = class_names_of(feature)
         values = [None if value in (-1, []) else value if names else as_label(value, where) for value in values]
         if all(value is None for value in values):
-            raise ValueError(f"{where} has no label (-1 or null) for any of {len(values):,} rows, as the Hub's test "
-                             "splits have: choose another split, or set labels=none.")
+            raise ValueError(f"{where} has no label (-1 or null) for any of {len(values):,} rows, as is usual for test "
+                             "splits on the Hub: choose another split, or set labels=none.")
         return values, names
 
 
 def open_rows(listing: Listing, names: list[str], where: str, image_column: str | None = None) -> Rows:
-    """Opens shards as rows; raises ValueError where they hold no images or differ in their columns."""
+    """Opens shards as rows. Raises ValueError if they hold no images or differ in their columns."""
     import_pyarrow()
     opened = {name: shard for name in names if (shard := open_shard(listing.path / name)).starts[-1]}
     if not opened:
         raise ValueError(f"{where} holds {len(names)} shards without rows.")
     rows = Rows(where, listing, [*opened], [*opened.values()])
     known = columns_of(rows.shards[0])
-    parts = {name: part for name, (part, _) in known.items() if part}
+    parts = {name: part for name, (part, _) in known.items() if part}  # columns with images
     images = [name for name in parts if rows.features.get(name, {}).get("_type") == "Image"] or [*parts]
     if image_column is not None:
         if image_column not in parts:
@@ -398,23 +400,23 @@ def open_rows(listing: Listing, names: list[str], where: str, image_column: str 
                              f"{rows.columns}.")
         images = [image_column]
     if not images:
-        raise ValueError(f"{where} has no column with one image a row: its columns are {rows.columns}.")
+        raise ValueError(f"{where} has no column with one image per row: its columns are {rows.columns}.")
     if len(images) > 1:
-        raise ValueError(f"{where} has {len(images)} columns of images ({', '.join(images)}): choose "
-                         f"one, as in image_column={images[0]}.")
+        raise ValueError(f"{where} has {len(images)} image columns ({', '.join(images)}): choose one, as in "
+                         f"image_column={images[0]}.")
     for name, shard in opened.items():
         if columns_of(shard) != known:
-            raise ValueError(f"{name} has other columns or classes than {rows.shown[0]}: name shards of one set.")
+            raise ValueError(f"{name} has different columns or classes from {rows.shown[0]}: use shards of one set.")
     rows.image = parts[images[0]]
     return rows
 
 
-def count_lacking(rows: Rows) -> str | None:
-    """Returns a line where shards are fewer than their names count, such as 3 of train-00000-of-00294.parquet."""
+def note_missing_shards(rows: Rows) -> str | None:
+    """Returns a note if there are fewer shards than their names say, as in train-00000-of-00294.parquet."""
     numbers = [re.search(r"\b(\d+)-of-(\d+)\b", posixpath.basename(name)) for name in rows.files.names]
     numbers = [(int(found[1]), int(found[2])) for found in numbers if found]
     if not numbers or len(numbers) >= numbers[0][1]:
         return None
     first = min({*range(numbers[0][1])} - {number for number, _ in numbers})
-    return (f"{len(numbers):,} of {numbers[0][1]:,} shards are here, as their names count: number {first} is the first "
-            "that is missing.")
+    return (f"Only {len(numbers):,} of {numbers[0][1]:,} shards are here, judging by their names. The first missing "
+            f"one is number {first}.")

@@ -1,4 +1,4 @@
-"""Labels of ILSVRC2012's validation images, in the order of WordNet ids, from the devkit or a list of those ids."""
+"""Labels of ILSVRC2012's validation images, numbered by sorted WordNet id, from the devkit or a list of ids."""
 
 import io
 import re
@@ -17,10 +17,10 @@ WORDNET_ID = re.compile(r"n\d{8}")
 
 
 def read_validation(labels: str) -> tuple[Pairs, list[str]] | None:
-    """Returns [image, number of its class] and all ids in order; None for what is neither the devkit nor a list of ids.
+    """Returns [image, class number] and all ids in order, or None if `labels` is neither the devkit nor a list of ids.
 
-    The devkit is its tar, its folder, or the ground truth in it, whose numbers follow meta.mat. Raises ValueError where
-    meta.mat is missing or damaged.
+    The devkit can be its tar, its folder or the ground-truth file in it. meta.mat explains that file's class numbers.
+    Raises ValueError if meta.mat is missing or damaged.
     """
     path = Path(labels)
     if path.suffix == ".txt" and path.is_file() and path.name != TRUTH:
@@ -31,8 +31,8 @@ def read_validation(labels: str) -> tuple[Pairs, list[str]] | None:
     if files is None or TRUTH not in files:
         return None
     if META not in files:
-        raise ValueError(f"labels={labels} counts classes in the devkit's own order, which its {META} has: set "
-                         "labels=ILSVRC2012_devkit_t12.tar.gz, or the folder of that.")
+        raise ValueError(f"labels={labels} counts classes in the devkit's own order, which only its {META} explains: "
+                         "set labels=ILSVRC2012_devkit_t12.tar.gz, or the unpacked folder.")
     id_of = read_meta(files[META], labels)
     numbers = files[TRUTH].split()
     if unknown := [number for number in numbers if not number.isdigit() or int(number) not in id_of]:
@@ -47,7 +47,7 @@ def name_images(classes: list[str], ids: Iterable[str]) -> tuple[Pairs, list[str
 
 
 def read_devkit(path: Path) -> dict[str, bytes] | None:
-    """Reads the two files that matter, as far as they are there; None for what is no folder and no tar."""
+    """Reads the ground truth and meta.mat, whichever exist. Returns None if `path` is neither a folder nor a tar."""
     if path.name == TRUTH and path.is_file():
         path = path.parent
     if path.is_dir():
@@ -65,12 +65,12 @@ def read_devkit(path: Path) -> dict[str, bytes] | None:
 
 
 def read_meta(content: bytes, where: str) -> dict[int, str]:
-    """Returns the WordNet id of each class by the devkit's number, without the groups of classes."""
+    """Maps the devkit's class numbers to WordNet ids, leaving out groups of classes."""
     from scipy.io import loadmat
 
     try:
         synsets = loadmat(io.BytesIO(content), squeeze_me=True)["synsets"]
         return {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in synsets if int(row["num_children"]) == 0}
-    except Exception as error:  # scipy has its own for each kind of damage
+    except Exception as error:  # scipy raises a different exception for each kind of damage
         raise ValueError(f"labels={where}: {META} is not the devkit's ({first_line(error)}): download it "
                          "again.") from error

@@ -1,4 +1,4 @@
-"""TREAD's webdataset tars, indexed once and mapped."""
+"""Reads TREAD's webdataset tars: indexes them once, then maps them into memory."""
 
 import hashlib
 import json
@@ -21,15 +21,15 @@ FLOATS = ("<f2", "<f4")
 
 
 def allow_open_files(num_files: int) -> None:
-    """Raises this process's limit on open files where maps, which hold one each, would pass it."""
+    """Raises this process's limit on open files if `num_files` memory maps, which hold one each, would exceed it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = num_files + 512  # and what Python, torch and the trackers hold open
+    wanted = num_files + 512  # for the files that Python, torch and the trackers hold open
     if soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard), hard))
 
 
 class TarRows:
-    """The latents of a tar by row, mapped: `offsets` are where their values begin."""
+    """The latents of one mapped tar by row; `offsets` are the bytes where their values begin."""
 
     def __init__(self, tar: Path, offsets: np.ndarray, shape: tuple[int, ...], dtype: np.dtype):
         self.mapped, self.offsets, self.shape, self.dtype = np.memmap(tar, np.uint8, "r"), offsets, shape, dtype
@@ -39,42 +39,42 @@ class TarRows:
 
 
 class Tars(NamedTuple):
-    """The latents of tars: the rows of each, the index of each tar's first image and the count, and labels (count,)."""
+    """The latents and labels of several tars."""
 
-    rows: list[TarRows]
-    starts: np.ndarray
-    labels: np.ndarray
+    rows: list[TarRows]         # one for each tar
+    starts: np.ndarray          # index of each tar's first image, and the count at the end
+    labels: np.ndarray          # (count,)
     shape: tuple[int, ...]      # of one latent
     dtype: np.dtype
 
 
 def refuse_two_splits(tars: list[Path], key: str, path: str | Path) -> None:
-    """Raises ValueError for tars of which some have train in their names: TREAD trains on those alone."""
+    """Raises ValueError if only some tars have train in their names, because TREAD trains on those alone."""
     if len({"train" in tar.name for tar in tars}) > 1:
-        raise ValueError(f"{key}={path} has tars with and without train in their names, and TREAD trains only on the "
-                         f"former: select them, as in \"{key}='{tars[0].parent}/*train*.tar'\".")
+        raise ValueError(f"{key}={path} has tars with and without train in their names. TREAD trains only on those "
+                         f"with it: select them, as in \"{key}='{tars[0].parent}/*train*.tar'\".")
 
 
 def map_tars(tars: list[Path]) -> Tars:
-    """Maps the latents of tars by their `tar_index`."""
+    """Maps the latents of tars into memory, using their `tar_index`."""
     allow_open_files(len(tars))
     index = tar_index(tars)
     shape, dtype, starts = tuple(index["shape"].tolist()), np.dtype(str(index["dtype"])), index["starts"]
     offsets = np.split(index["offsets"], starts[1:-1])
-    rows = [TarRows(tar, begins, shape, dtype) for tar, begins in zip(tars, offsets, strict=True)]
+    rows = [TarRows(tar, own, shape, dtype) for tar, own in zip(tars, offsets, strict=True)]
     return Tars(rows, starts, index["labels"], shape, dtype)
 
 
 def tar_index(tars: list[Path]) -> dict[str, np.ndarray]:
-    """Returns starts, offsets, labels, shape, dtype, kept in an npz next to the tars while they do not change."""
+    """Returns starts, offsets, labels, shape and dtype, cached in an npz next to the tars until they change."""
     cache = tars[0].parent / TAR_INDEX
     try:
         require_plain(cache)
-        with np.load(cache, allow_pickle=False) as kept:
-            index = {name: kept[name] for name in ("starts", "offsets", "labels", "shape", "dtype")}
-            if str(kept["key"]) == index_key(tars, index) and leads_inside(index, tars):
+        with np.load(cache, allow_pickle=False) as cached:
+            index = {name: cached[name] for name in ("starts", "offsets", "labels", "shape", "dtype")}
+            if str(cached["key"]) == index_key(tars, index) and is_valid_index(index, tars):
                 return index
-    except Exception:  # absent, damaged, or of an older version: the tars are the truth
+    except Exception:  # the cache is absent, damaged or of an older version, so the tars are indexed again
         pass
 
     starts, offsets, labels, form = [0], [], [], None
@@ -85,16 +85,17 @@ def tar_index(tars: list[Path]) -> dict[str, np.ndarray]:
         starts.append(len(offsets))
     index = {"starts": np.array(starts), "offsets": np.array(offsets, np.int64),
              "labels": np.array(labels, np.int32), "shape": np.array(form[0]), "dtype": np.array(form[1].str)}
-    # Where the folder cannot be written, the tars are indexed again next time.
+    # If the folder is read-only, the tars are indexed again next time.
     with suppress(OSError), atomic_write(cache) as partial, open(partial, "wb") as stream:
         np.savez(stream, key=np.array(index_key(tars, index)), **index)
     return index
 
 
-def leads_inside(index: dict[str, np.ndarray], tars: list[Path]) -> bool:
-    """True if each number of an index, which may be somebody's, is a place in its tar, and labels, shape and type fit.
+def is_valid_index(index: dict[str, np.ndarray], tars: list[Path]) -> bool:
+    """True if every offset lies inside its tar, and labels, shape and type are plausible.
 
-    Anybody can compute its key. Values of another type could be objects, whose bytes run code.
+    Anybody can compute the key, so the file may come from an attacker. Another dtype could be objects, whose bytes run
+    code.
     """
     starts, offsets, labels, shape, dtype = (index[name] for name in ("starts", "offsets", "labels", "shape", "dtype"))
     if any(array.dtype.kind != "i" for array in (starts, offsets, labels, shape)) or str(dtype) not in FLOATS:
@@ -109,7 +110,7 @@ def leads_inside(index: dict[str, np.ndarray], tars: list[Path]) -> bool:
 
 
 def index_key(tars: list[Path], index: dict[str, np.ndarray]) -> str:
-    """Returns a hash of the tars' names, sizes and times, and of what is in their index."""
+    """Returns a hash of the tars' names, sizes and modification times, and of the index itself."""
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in tars]
     content = hashlib.sha256(json.dumps(stats).encode())
     for values in index.values():
@@ -121,7 +122,10 @@ NpyForm = tuple[tuple[int, ...], np.dtype]  # shape and type
 
 
 def _index_one_tar(file: Path, form: NpyForm | None) -> tuple[list[tuple[int, int]], NpyForm]:
-    """Returns [(first byte of the values, label)] of a tar's samples and the form of all, that of the tars before."""
+    """Returns [(first byte of the values, label)] for a tar's samples, and the form that all latents share.
+
+    `form` is that of the tars before it, or None. Raises ValueError for latents of another form.
+    """
     firsts, labels = {}, {}
     require_plain(file)
     with open(file, "rb") as content:
@@ -133,7 +137,7 @@ def _index_one_tar(file: Path, form: NpyForm | None) -> tuple[list[tuple[int, in
                     if found != (form := form or found):
                         raise ValueError(f"{found[1]} {found[0]}, but the latents before it are {form[1]} {form[0]}")
                     if (key := member.name.removesuffix(".latent.npy")) in firsts:
-                        raise ValueError("a second sample of that key, where keys differ within a tar: write it again")
+                        raise ValueError("its key occurs twice in this tar, but keys must be unique: write it again")
                     firsts[key] = content.tell()
                 elif member.name.endswith(".cls"):
                     labels[member.name.removesuffix(".cls")] = int(content.read(min(member.size, 1000)))
@@ -142,17 +146,18 @@ def _index_one_tar(file: Path, form: NpyForm | None) -> tuple[list[tuple[int, in
     if not firsts:
         raise ValueError(f"{file} holds no '<key>.latent.npy': if it has images, use scripts/prepare_latents.py "
                          "first.")
-    if alone := sorted(firsts.keys() ^ labels.keys()):
-        raise ValueError(f"{file}: {len(alone)} samples lack either '.latent.npy' or '.cls', {alone[0]!r} first.")
+    if unpaired := sorted(firsts.keys() ^ labels.keys()):
+        raise ValueError(f"{file}: {len(unpaired)} samples lack either '.latent.npy' or '.cls', such as "
+                         f"{unpaired[0]!r}.")
     return [(first, labels[sample]) for sample, first in firsts.items()], form
 
 
 def _read_form(content: BinaryIO, size: int) -> NpyForm:
-    """Reads the header of a latent's npy, of `size` bytes, and leaves `content` at the first value."""
+    """Reads the header of a latent's npy of `size` bytes. Afterwards `content` is at the first value."""
     end = content.tell() + size
     shape, fortran, dtype = read_array_header(content)
-    is_whole = content.tell() + math.prod(shape) * dtype.itemsize == end
-    if len(shape) != 3 or min(shape) < 1 or fortran or dtype not in ("float16", "float32") or not is_whole:
+    is_complete = content.tell() + math.prod(shape) * dtype.itemsize == end
+    if len(shape) != 3 or min(shape) < 1 or fortran or dtype not in ("float16", "float32") or not is_complete:
         raise ValueError(f"{dtype} {shape} in {size} bytes{', in Fortran order' * fortran}; a latent is a C-ordered "
                          f"float16 or float32 array of (channels, height, width)")
     return shape, dtype

@@ -1,4 +1,4 @@
-"""Rows of latents <-> the files of a latent folder (docs/data.md), written shard by shard, so that a kill costs one."""
+"""Writes a latent folder (docs/data.md) shard by shard, so that a killed run loses at most one shard per rank."""
 
 import itertools
 import json
@@ -22,37 +22,37 @@ from runtime.files import atomic_write, lock_folder, remove, require_room, write
 from runtime.notebook import hides_bars
 from runtime.schema import as_argument, read_json
 
-LEFTOVERS = (".*.npy.*.tmp", ".*.json.*.tmp")  # of killed writes; runtime.files.atomic_write names them
+LEFTOVERS = (".*.npy.*.tmp", ".*.json.*.tmp")  # files that runtime.files.atomic_write leaves behind if killed
 
 
 def write_json(path: Path, value: dict) -> None:
-    """Writes a record in UTF-8; what is not text in a file's name becomes a question mark."""
+    """Writes a record in UTF-8. Bytes of file names that are not text become question marks."""
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False).encode("utf-8", "replace").decode() + "\n")
 
 
-def sweep(out: Path, *patterns: str) -> None:
-    """Removes the files of `out` that match the patterns, and what killed writes have left there."""
+def clean_up(out: Path, *patterns: str) -> None:
+    """Removes the files in `out` that match the patterns, and leftovers of killed writes."""
     for file in itertools.chain.from_iterable(out.glob(pattern) for pattern in (*LEFTOVERS, *patterns)):
         remove(file)
 
 
 def is_finished(out: Path, settings: dict, is_main: bool = True) -> bool:
-    """Returns whether `out` is complete; raises ValueError if it holds other settings' latents or other files."""
+    """Returns whether `out` is complete. Raises ValueError if it was begun with other settings or holds other files."""
     if out.exists() and not out.is_dir():
-        raise ValueError(f"out={out} is a file; name a folder.")
+        raise ValueError(f"out={out} is a file; choose a folder.")
     if not (out / "preparing.json").is_file():
         if out.is_dir() and any(not name.startswith(".") for name in os.listdir(out)):
-            raise ValueError(f"out={out} holds files that this script did not write; name a new or empty folder.")
+            raise ValueError(f"out={out} holds files that this script did not write; choose a new or empty folder.")
         return False
     before = read_json(out / "preparing.json")
-    changed = [f"{key}={before.get(key)} then and {value} now" if key != "fingerprint" else
-               "what the source holds has changed" for key, value in settings.items() if before.get(key) != value]
+    changed = [f"{key} was {before.get(key)} and is now {value}" if key != "fingerprint" else
+               "the content of the source has changed" for key, value in settings.items() if before.get(key) != value]
     if changed:
         raise ValueError(f"out={out} was begun with other settings: {'; '.join(changed)}. Use those, or another out.")
     if not (out / "metadata.json").is_file():
         return False
     if is_main:
-        sweep(out, "record-*.json")  # of a run that was killed on its last lines
+        clean_up(out, "record-*.json")  # remain if a run was killed between metadata.json and its own clean-up
         print(f"{out} is already complete: nothing to do.")
     return True
 
@@ -62,11 +62,11 @@ def write_folder(
     batch_size: int, read: Callable[[range], Any], encode: Callable[[Any], tuple[dict[str, np.ndarray], list]],
     state: PartialState, threads: int = 1, left_out: Sequence[tuple[str, str]] = (),
 ) -> None:
-    """Writes the shards that `out` lacks, over all ranks, and then metadata.json; `settings` go into preparing.json.
+    """Writes the missing shards of `out` over all ranks, then metadata.json. `settings` are kept in preparing.json.
 
-    `read(items)` runs in threads, for up to `batch_size` items of one shard. `encode` makes a batch of what it returns
-    (see `write_shard`), and `left_out` are [name, reason] of what is not among the items. Raises ValueError for a full
-    disk and where another process writes in `out`.
+    `read(items)` runs in threads and reads up to `batch_size` items of one shard. `encode` turns its result into a
+    batch (see `write_shard`). `left_out` lists (name, reason) for files that are not among the items. Raises ValueError
+    if the disk is too full, or if another process is writing to `out`.
     """
     started, is_main, types = time.monotonic(), state.is_main_process, row_types(metadata, row_shape)
     shards = [range(start, min(start + shard_size, num_items)) for start in range(0, num_items, shard_size)]
@@ -77,14 +77,14 @@ def write_folder(
     require_room(out, sum(len(shards[shard]) for shard in todo) * row_bytes,
                  "choose another disk with out=. kind=sample and mirror=false each take half the space, and "
                  "images=true takes less than a teacher's tokens.")
-    state.wait_for_everyone()  # everyone has looked at `out` before anyone writes there
+    state.wait_for_everyone()  # all ranks read `out` before any of them writes there
 
     jobs = [(shard, shards[shard][start : start + batch_size])
             for shard in todo[state.process_index :: state.num_processes]
             for start in range(0, len(shards[shard]), batch_size)]
     with ExitStack() as stack:
         if is_main:
-            lock = lock_folder(out, f"Another process is writing out={out}: wait for it, stop it, or name another.")
+            lock = lock_folder(out, f"Another process is writing out={out}: wait for it, stop it, or set another.")
             stack.callback(lock.release)
             write_json(out / "preparing.json", settings)
             if len(todo) < len(shards):
@@ -93,7 +93,7 @@ def write_folder(
         bar = stack.enter_context(tqdm(
             desc=f"rank 0 of {state.num_processes}" if state.num_processes > 1 else "latents", unit=" images",
             total=sum(len(items) for _, items in jobs), smoothing=0.05, disable=hides_bars(not is_main)))
-        # One stream over all of this rank's shards, so that reading runs ahead across a shard's end as well.
+        # One stream covers all shards of this rank, so that reading ahead does not stop at the end of a shard.
         stream = in_order(lambda job: (*job, read(job[1])), jobs, threads=threads, ahead=threads + 1)
         stack.enter_context(closing(stream))
 
@@ -114,7 +114,7 @@ def write_folder(
 
 @contextmanager
 def npy_appender(path: Path, like: np.ndarray) -> Iterator[Callable[[np.ndarray], None]]:
-    """Yields a function that appends rows (n, …) of `like`'s type and sizes to an npy v1 file; memory holds none."""
+    """Yields a function that appends rows (n, …) with the type and row shape of `like` directly to an npy v1 file."""
     count = 0
 
     def write_header() -> None:
@@ -137,28 +137,28 @@ def npy_appender(path: Path, like: np.ndarray) -> Iterator[Callable[[np.ndarray]
 
 
 def write_shard(out: Path, shard: int, batches: Iterable[tuple[dict[str, np.ndarray], list]]) -> None:
-    """Writes one shard and then its record, the mark that it is complete.
+    """Writes one shard and then its record, which marks it as complete.
 
-    A batch is its rows by the names of `row_types`, none where nothing could be read, and [name, reason] of each
-    unreadable image, or one of REMARKS on an image that is there.
+    A batch is (rows, remarks). `rows` has an array for each name in `row_types`, and is empty if no image could be
+    read. `remarks` has [name, reason] for each unreadable image, and [name, one of REMARKS] for some readable ones.
     """
     count, unreadable = 0, []
     with ExitStack() as stack:
         writers: dict[str, Callable[[np.ndarray], None]] = {}
-        for rows, unread in batches:
+        for rows, remarks in batches:
             for kind, part in rows.items():
                 if kind not in writers:
                     writers[kind] = stack.enter_context(npy_appender(out / f"{kind}-{shard:05d}.npy", part))
                 writers[kind](part)
             count += len(rows["labels"]) if rows else 0
-            unreadable += unread
+            unreadable += remarks
     write_json(out / f"record-{shard:05d}.json", {"count": count, "unreadable": unreadable})
 
 
 def read_records(
     out: Path, num_shards: int, types: Mapping[str, tuple[tuple[int, ...], str]],
 ) -> list[dict | None]:
-    """Returns the record of each shard, None for one that has yet to be written; `types` are its rows'."""
+    """Returns each shard's record, or None if it is still to be written. `types` are the types of its rows."""
     records: list[dict | None] = []
     for shard in range(num_shards):
         try:
@@ -174,7 +174,7 @@ def read_records(
 def finish(
     out: Path, metadata: dict, records: list[dict], left_out: Iterable[tuple[str, str]], device: torch.device,
 ) -> None:
-    """Adds up the shards' records and writes metadata.json, which marks the folder as complete; prints a summary."""
+    """Combines the shards' records into metadata.json, which marks the folder as complete, and prints a summary."""
     remarks = [tuple(row) for record in records for row in record["unreadable"]]
     reasons = [*left_out, *(row for row in remarks if row[1] not in REMARKS)]
     count = sum(record["count"] for record in records)
@@ -185,19 +185,19 @@ def finish(
               for shard, record in enumerate(records) if record["count"]]
     metadata = {"format": 1, "count": count, "dtype": "float16"} | metadata
     write_json(out / "metadata.json", metadata | {"shards": shards, "unreadable": [name for name, _ in reasons]})
-    sweep(out, "record-*.json")
+    clean_up(out, "record-*.json")
 
     for remark in REMARKS:
-        if names := [name for name, of in remarks if of == remark]:
+        if names := [name for name, reason in remarks if reason == remark]:
             print(f"{len(names):,} of {count:,} images: the file {remark}: {a_few(names)}")
     if reasons:
-        print(f"{len(reasons)} files are not in the set (all are named in {out / 'metadata.json'}):")
+        print(f"{len(reasons)} files are not in the set ({out / 'metadata.json'} lists all of them):")
         for name, reason in reasons[:20]:
             print(f"  {name}: {reason}")
     kind = f"{metadata['kind']}, mirrored" if metadata["mirrored"] else metadata["kind"]
     size = sum(file.stat().st_size for file in out.glob("*.npy"))
     print(f"{out}: {count:,} latents {tuple(metadata['shape'])}, {kind}, {size / 1e6:,.0f} MB")
-    # On a CPU accelerate launch would give the process one thread, and experiment=small wants a GPU.
+    # On a CPU, accelerate launch would limit the process to one thread, and experiment=small needs a GPU.
     launch = ("python train.py experiment=small_cpu" if device.type == "cpu" else
               "accelerate launch train.py experiment=small")
     print(f"next: {launch} {as_argument('data.path', out)} {as_argument('name', out.name)}")

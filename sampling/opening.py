@@ -57,7 +57,7 @@ def open_sampling(
     if not as_latents:
         decoder = autoencoders.load_decoder(
             trained.autoencoder, (net.in_channels, net.input_size, net.input_size), trained.convention, state.device,
-            DTYPES[cfg.decode_precision], batch_size=cfg.decode_batch_size, asked=cfg.autoencoder is not None,
+            DTYPES[cfg.decode_precision], batch_size=cfg.decode_batch_size, trusted=cfg.autoencoder is not None,
         )
 
         def decode(latents: Tensor) -> Tensor:

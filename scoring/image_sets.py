@@ -28,7 +28,7 @@ from edm import EDM
 from guidance import Guidance
 from latents.folder import open_latents
 from latents.images import UnreadableImage, open_image, open_source, remark_on
-from latents.listing import REMARKS, what_else
+from latents.listing import REMARKS, describe_other
 from rf import RF
 from runtime import files
 from runtime.notebook import hides_bars
@@ -94,7 +94,7 @@ def open_images(
     """
     file = Path(path)
     if are_files(path):
-        if file.is_file() and (what := what_else(file)):
+        if file.is_file() and (what := describe_other(file)):
             raise ValueError(f"{key}={path} is {what}: give a folder, zip or tar of images, an .npz or .npy of them, "
                              f"{'' if key == 'images' else 'an .npz of mu and sigma, '}or a latent folder.")
         images = open_files(state, key, path, resolution)
@@ -157,7 +157,7 @@ def open_decoded(
     """Opens a latent folder as the images that its autoencoder makes of it; of moments, those of the means."""
     latents = open_latents(path)
     decoder = autoencoders.load_decoder(autoencoder or latents.autoencoder, latents.shape, latents.convention, device,
-                                        batch_size=decode_batch_size, asked=autoencoder is not None)
+                                        batch_size=decode_batch_size, trusted=autoencoder is not None)
 
     def read(indices: np.ndarray) -> Tensor:
         stored = torch.from_numpy(latents.read(indices)[0]).to(device).float()

@@ -1,6 +1,6 @@
-"""Latents from other code -> a latent folder that train.py reads, resumable after a kill; nothing is unpickled.
+"""Converts latents from other code to a latent folder for train.py. A killed run can be resumed; nothing is unpickled.
 
-Commands: configs/import_latents.yaml; docs/interop.md lists the formats, latents/forms.py reads them.
+configs/import_latents.yaml shows the commands, docs/interop.md lists the formats, and latents/forms.py reads them.
 """
 
 import hashlib
@@ -24,8 +24,8 @@ from runtime.command import command
 from runtime.device import join_ranks
 from runtime.schema import Classes, Count, Location, Positive, Settings, one_of
 
-CHUNK = 64               # latents that are read and converted at once
-NUM_PROBED = 256         # latents that are looked at before anything is written
+CHUNK = 64               # latents read and converted at once
+NUM_PROBED = 256         # latents checked before anything is written
 
 
 class ImportSettings(Settings):
@@ -44,9 +44,9 @@ class ImportSettings(Settings):
 
 
 def probe(stored: Stored, form: Form, source: str) -> str:
-    """Looks at some latents of all the source, before anything is written, and returns a hash of them and all labels.
+    """Checks some latents, spread over the source, before anything is written. Returns a hash of them and all labels.
 
-    Raises ValueError where they are not finite or do not have a standard deviation near 1.
+    Raises ValueError if they are not finite or their root mean square is far from 1.
     """
     content = hashlib.sha256(json.dumps([len(stored.labels), stored.shape, asdict(form)]).encode())
     content.update(stored.labels)
@@ -58,31 +58,32 @@ def probe(stored: Stored, form: Form, source: str) -> str:
             rows.append(finite(convert(form, row), source, index))
     values, scale = torch.cat(rows).double().numpy(), form.convention.scale
     check_kind(values, form.kind, f"source={source}", scale if form.log_variance else None,
-               f"set {'kind=moments (of format=tread)' if form.kind == 'sample' else 'format='}, or write them anew.")
+               f"set {'kind=moments (for format=tread)' if form.kind == 'sample' else 'format='}, or write them anew.")
     rms = math.sqrt(np.square(values).mean() * (2 if form.kind == "moments" else 1))  # of mean + std * eps
     if not 0.2 < rms < 4:
-        how = "the values as they are" if form.scaled else f"scale={scale:g}"
-        raise ValueError(f"source={source}: with {how}, as {form.whose} is read, the latents' root mean square is "
-                         f"{rms:.3g}, where about 1 is expected: set format= or scale=.")
+        how = "values as stored" if form.scaled else f"scale={scale:g}"
+        raise ValueError(f"source={source} has latents whose root mean square is {rms:.3g} instead of about 1, read as "
+                         f"{form.whose} with {how}: set format= or scale=.")
     return content.hexdigest()[:32]
 
 
 def finite(rows: torch.Tensor, source: str, first: int) -> torch.Tensor:
-    """Returns float16 rows; raises ValueError, with the row's number, where one holds NaN or is beyond float16."""
+    """Returns float16 rows unchanged. Raises ValueError with a row's number if one is NaN or overflowed float16."""
     good = rows.isfinite().flatten(1).all(1)
     if not good.all():
         bad = first + int(good.int().argmin())
-        raise ValueError(f"source={source}: latent {bad} is not finite, or beyond float16: correct the source.")
+        raise ValueError(f"source={source} has a latent {bad} that is not finite or overflows float16: correct the "
+                         f"source.")
     return rows
 
 
 @command("import_latents", ImportSettings)
 def main(cfg: ImportSettings) -> None:
-    """Writes `source` to `out` as a latent folder; raises ValueError for a bad source."""
+    """Writes `source` to `out` as a latent folder. Raises ValueError for a bad source."""
     state, out, format = join_ranks(cpu=True, tf32=True, timeout=timedelta(days=7)), Path(cfg.out), cfg.format
     if format == "auto":
         format, why = recognize(cfg.source)
-        state.print(f"{cfg.source}: taken as {format}, {FORMS[format].whose}: {why}.")
+        state.print(f"{cfg.source}: read with format={format} ({FORMS[format].whose}), because {why}.")
     stored, form = open_stored(format, cfg.source, cfg.kind, cfg.scale, cfg.latent_norm, cfg.mirrored, cfg.autoencoder)
     check_labels(stored.labels, cfg.num_classes or MAX_CLASSES, f"source={cfg.source}",
                  "set num_classes above it, or correct the source")

@@ -1,12 +1,12 @@
-"""Two npm packages of emoji -> a zip of class folders, which scripts/prepare_latents.py reads.
+"""Converts two npm packages of emoji to a zip of class folders for scripts/prepare_latents.py.
 
     npm pack emoji-datasource-google@16.0.0 emoji-datasource-twitter@16.0.0
     python scripts/prepare_emoji.py emoji-datasource-*-16.0.0.tgz --out data/emoji.zip
     python scripts/prepare_latents.py source=data/emoji.zip resolution=32 autoencoder=identity out=data/emoji
 
-The images are Noto Emoji (Google, Apache-2.0) and Twemoji (Twitter, CC-BY 4.0), 64×64, on white; credit them where
-you show them. Classes are the ten categories of the packages' emoji.json. --skin-tones adds the five tones of people
-and hands: 3,750 more, very similar images.
+The images are Noto Emoji (Google, Apache-2.0) and Twemoji (Twitter, CC-BY 4.0), 64×64, on white. Credit them wherever
+you show them. Classes are the ten categories in the packages' emoji.json. --skin-tones adds the five skin tones of
+people and hands: 3,750 more, very similar images.
 """
 
 import argparse
@@ -28,13 +28,13 @@ from runtime.files import atomic_write
 from runtime.schema import as_path, first_line
 
 MEMBER = re.compile(r"package/(?:emoji\.json|img/(\w+)/64/([\w-]+\.png))")
-EVERY = 10  # emoji of a class: one of so many is held out
+EVERY = 10  # one of so many emoji in each class is held out
 
 
 def read_package(path: Path, skin_tones: bool, classes: dict[str, dict[str, list[tuple[str, bytes]]]]) -> None:
-    """Adds PNGs of a package, each with its name in the zip, by class and emoji; raises ValueError for another file.
+    """Adds a package's PNGs to `classes`: class -> emoji -> (name in the zip, content).
 
-    An emoji's key is its code points without a skin tone.
+    An emoji's key is its code points without a skin tone. Raises ValueError for a file that is not such a package.
     """
     with tarfile.open(path) as package:
         files = {found: package.extractfile(member).read() for member in package
@@ -42,8 +42,8 @@ def read_package(path: Path, skin_tones: bool, classes: dict[str, dict[str, list
     images = {(found[1], found[2]): content for found, content in files.items() if found[2]}
     described = next((content for found, content in files.items() if not found[2]), None)
     if not images or described is None:
-        raise ValueError("no package/emoji.json or no package/img/<maker>/64/*.png in it. Give a "
-                         "file that `npm pack emoji-datasource-google@16.0.0` writes.")
+        raise ValueError("it has no package/emoji.json or no package/img/<maker>/64/*.png. Use a file that `npm pack "
+                         "emoji-datasource-google@16.0.0` writes.")
     for emoji in json.loads(described):
         name = "-".join(re.findall(r"\w+", emoji["category"])).lower()
         tones = emoji.get("skin_variations", {}).values() if skin_tones else ()
@@ -63,16 +63,16 @@ def on_white(png: bytes) -> bytes:
 
 
 def split(classes: dict[str, dict[str, list]]) -> tuple[list, list]:
-    """Holds out every tenth emoji of a class, by all makers and in all tones, unless a kept image looks the same."""
+    """Holds out every tenth emoji of a class, from all makers and in all tones, unless a kept image looks the same."""
     kept, held = [], []
     for emoji in classes.values():
         for place, name in enumerate(sorted(emoji), start=1):
             (kept if place % EVERY else held).extend(sorted(emoji[name]))
-    seen = {look(content) for _, content in kept}
-    return kept, [(name, content) for name, content in held if look(content) not in seen]
+    seen = {pixel_hash(content) for _, content in kept}
+    return kept, [(name, content) for name, content in held if pixel_hash(content) not in seen]
 
 
-def look(png: bytes) -> str:
+def pixel_hash(png: bytes) -> str:
     return hashlib.sha256(Image.open(io.BytesIO(png)).tobytes()).hexdigest()
 
 
@@ -80,7 +80,7 @@ def write_zip(path: Path, images: list[tuple[str, bytes]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as partial, zipfile.ZipFile(partial, "w") as archive:
         for name, content in images:
-            archive.writestr(zipfile.ZipInfo(name), content)  # without the time: equal images, equal file
+            archive.writestr(zipfile.ZipInfo(name), content)  # no time stamp, so that the file is reproducible
     print(f"{path}: {len(images):,} images")
 
 
@@ -88,26 +88,26 @@ def write_zip(path: Path, images: list[tuple[str, bytes]]) -> None:
 def main(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("packages", type=as_path, nargs="+")
     parser.add_argument("--out", type=as_path, required=True, help="zip to write")
-    parser.add_argument("--held-out", type=as_path, help="zip for every tenth emoji of a class, which --out then lacks")
+    parser.add_argument("--held-out", type=as_path, help="zip for every tenth emoji of a class, left out of --out")
     parser.add_argument("--skin-tones", action="store_true")
-    given = parser.parse_args()
-    for option, path in (("--out", given.out), ("--held-out", given.held_out)):
+    args = parser.parse_args()
+    for option, path in (("--out", args.out), ("--held-out", args.held_out)):
         if path and path.exists():
-            raise ValueError(f"{option} {path} is there already: name another, or move it away.")
-    if given.held_out and given.held_out.resolve() == given.out.resolve():
-        raise ValueError(f"--out and --held-out are both {given.out}: name two files.")
+            raise ValueError(f"{option} {path} exists already: choose another, or move it away.")
+    if args.held_out and args.held_out.resolve() == args.out.resolve():
+        raise ValueError(f"--out and --held-out are both {args.out}: choose two files.")
     classes = defaultdict(lambda: defaultdict(list))
-    for package in given.packages:
+    for package in args.packages:
         try:
-            read_package(package, given.skin_tones, classes)
+            read_package(package, args.skin_tones, classes)
         except (OSError, ValueError, EOFError, tarfile.TarError) as error:
             raise ValueError(f"{package}: {first_line(error)}") from None
     kept, held = split(classes)
-    if given.held_out:
-        write_zip(given.held_out, held)
+    if args.held_out:
+        write_zip(args.held_out, held)
     else:
         kept = [picture for emoji in classes.values() for pictures in emoji.values() for picture in pictures]
-    write_zip(given.out, sorted(kept))
+    write_zip(args.out, sorted(kept))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Images -> a latent folder that train.py reads, over all ranks, resumable after a kill.
+"""Encodes images to a latent folder for train.py, over all ranks. A killed run can be resumed.
 
-Every row of the result is a function of its image and the settings, and every shard is renamed into place when
-complete. So the result does not depend on kills or on the number of ranks. Commands: configs/prepare_latents.yaml; the
-format: docs/data.md.
+Every row of the result depends only on its image and the settings, and every shard is renamed into place when
+complete. So the result does not depend on interruptions or on the number of ranks. configs/prepare_latents.yaml shows
+the commands, and docs/data.md describes the format.
 """
 
 import re
@@ -19,7 +19,7 @@ from pydantic import Field
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from latents.folder import KINDS
-from latents.images import ImageSource, UnreadableImage, note_on_dark, open_source
+from latents.images import ImageSource, UnreadableImage, note_dark_images, open_source
 from latents.labels import decode_text
 from latents.listing import Listing
 from latents.writer import is_finished, write_folder
@@ -67,7 +67,10 @@ class PrepareSettings(Settings):
 
 
 def decode_batch(source: ImageSource, indices: range, resolution: int) -> tuple[np.ndarray, list[int], list[list[str]]]:
-    """Returns the readable images uint8 (b,R,R,3), their indices, and [name, remark] of others and of some of these."""
+    """Returns the readable images uint8 (b,R,R,3), their indices, and remarks.
+
+    Remarks are [name, text] for unreadable images, and for readable ones that are not used exactly as stored.
+    """
     pixels, readable, remarks = [], [], []
     for index in indices:
         try:
@@ -84,14 +87,14 @@ def decode_batch(source: ImageSource, indices: range, resolution: int) -> tuple[
 def encode_rows(
     autoencoder, images: torch.Tensor, indices: list[int], kind: str, seed: int, mirror: bool
 ) -> np.ndarray:
-    """Encodes uint8 images (b,H,W,3) to rows as they are stored, float16 (b,C,h,w), or (b,2C,h,w) for moments."""
+    """Encodes uint8 images (b,H,W,3) to rows for storage, float16 (b,C,h,w), or (b,2C,h,w) for moments."""
     mean, std = autoencoder.encode(images.flip(2) if mirror else images)
     if kind == "moments":
         rows = torch.cat([mean, std], dim=1)
     elif autoencoder.samples_only:
         rows = mean
     else:
-        # One generator an image and side, so that the sample does not depend on the batch, the rank or a resume.
+        # Each image and each mirrored copy has its own generator, so samples do not depend on batch, rank or resuming.
         generators = [np.random.default_rng([seed, index, int(mirror)]) for index in indices]
         eps = np.stack([generator.standard_normal(mean.shape[1:], dtype=np.float32) for generator in generators])
         rows = mean + std * torch.from_numpy(eps).to(mean.device)
@@ -99,7 +102,7 @@ def encode_rows(
 
 
 def teach_rows(teacher: Teacher, images: torch.Tensor, precision: str, mirror: bool) -> np.ndarray:
-    """Makes a teacher's tokens of uint8 images (b,H,W,3) as they are stored, float16 (b,N,Z)."""
+    """Computes a teacher's tokens for uint8 images (b,H,W,3), float16 (b,N,Z)."""
     device = teacher.mean.device
     images = (images.flip(2) if mirror else images).permute(0, 3, 1, 2).to(device)
     with torch.autocast(device.type, DTYPES[precision], enabled=precision != "fp32"):
@@ -109,8 +112,8 @@ def teach_rows(teacher: Teacher, images: torch.Tensor, precision: str, mirror: b
 def as_stored(rows: torch.Tensor, what: str) -> np.ndarray:
     rows = rows.half()
     if not rows.isfinite().all():
-        raise ValueError(f"The {what} are not finite or beyond float16 for some images: use precision=fp32, as some "
-                         f"networks overflow in fp16. A teacher can also run in the step (images=true).")
+        raise ValueError(f"The {what} are not finite or overflow float16 for some images: use precision=fp32, because "
+                         f"some networks overflow in fp16. A teacher can also run in the training step (images=true).")
     return rows.cpu().numpy()
 
 
@@ -123,15 +126,15 @@ WORDS = ("words.txt", "LOC_synset_mapping.txt")
 def display_names(
     class_names: list[str], words: str | None, source: str, listing: Listing | None = None,
 ) -> list[str] | None:
-    """Returns the classes' names for people, from a file of `<class name> <display name>, <synonym>, ...` lines.
+    """Returns class names for people, from a file of `<class name> <display name>, <synonym>, ...` lines.
 
-    Without `words`, WordNet ids are looked up in the files that usually list them: in the source, an archive or not,
-    and in the folders above, up to the place where Kaggle's zip has one; None where there are none. A class that the
-    file lacks keeps its name. Raises ValueError for a given file that names no class.
+    Without `words`, WordNet ids are looked up in the files that usually list them: in the source, also if that is an
+    archive, and in the folders above it, as far up as in Kaggle's zip. Returns None if there are none. A class
+    that is not in the file keeps its name. Raises ValueError if `words` names none of the classes.
     """
     contents = [] if words is None else [Path(words).read_bytes()]
     if words is None and all(re.fullmatch(r"n\d{8}", name) for name in class_names):
-        files = listing and (listing.above or listing)
+        files = listing and (listing.archive or listing)
         contents = [files.read(i) for i, name in enumerate(files.names if files else [])
                     if name.rpartition("/")[2] in WORDS]
         folders = dict.fromkeys(folder for place in (Path(source).absolute(), Path(source).resolve())
@@ -145,43 +148,43 @@ def display_names(
             return [display.get(name) or name for name in class_names]
     if words is not None:
         raise ValueError(f"words={words} names none of the source's {len(class_names)} classes, such as "
-                         f"{class_names[0]}: its lines are <class name> <display name>.")
+                         f"{class_names[0]}: write <class name> <display name> on each line.")
     return None
 
 
 def apply_label_map(source: ImageSource, label_map: str) -> None:
-    """Renumbers a source's classes by a JSON file {"class name": index, ...} with indices 0..n-1, each once."""
+    """Renumbers a source's classes by a JSON file {"class name": index, ...} that uses each of 0..n-1 once."""
     index_of = read_json(Path(label_map))
     if sorted(map(str, index_of.values())) != sorted(map(str, range(len(index_of)))):
         raise ValueError(f"label_map={label_map} must use each index from 0 to {len(index_of) - 1} once for its "
                          f"{len(index_of)} classes.")
-    lacking = [name for name in source.class_names if name not in index_of]
-    if lacking:
-        raise ValueError(f"label_map={label_map} lacks {len(lacking)} of the source's {len(source.class_names)} "
-                         f"classes: {', '.join(lacking[:8])}.")
+    missing = [name for name in source.class_names if name not in index_of]
+    if missing:
+        raise ValueError(f"label_map={label_map} lacks {len(missing)} of the source's {len(source.class_names)} "
+                         f"classes: {', '.join(missing[:8])}.")
     source.labels = np.array([index_of[name] for name in source.class_names], dtype=np.int64)[source.labels]
     source.class_names = sorted(index_of, key=lambda name: int(index_of[name]))
 
 
-# ---- the work -------------------------------------------------------------------------------------------------------
+# ---- main -----------------------------------------------------------------------------------------------------------
 
 
 @command("prepare_latents", PrepareSettings)
 def main(cfg: PrepareSettings, cli_overrides: Mapping[str, str]) -> None:
-    """Writes `source` to `out` as a folder of latents; raises ValueError for bad settings before anything slow."""
-    warnings.filterwarnings("ignore", module="PIL")  # its remarks name no file; broken ones are listed
-    # Ranks may end a shard apart, which for a VAE on a CPU is longer than the usual timeout of a barrier.
+    """Writes `source` to `out` as a latent folder. Raises ValueError for bad settings before anything slow starts."""
+    warnings.filterwarnings("ignore", module="PIL")  # they do not name the file; unreadable files are listed anyway
+    # Ranks may finish one shard apart. For a VAE on a CPU, that takes longer than a barrier's usual timeout.
     state = join_ranks(False, cfg.tf32, {"precision": cfg.precision}, timeout=timedelta(days=7))
     out, is_shapes = Path(cfg.out), cfg.source == "shapes"
     resolution = cfg.resolution or (16 if is_shapes else 256)
     autoencoder = cfg.autoencoder or ("identity" if is_shapes else "sd_vae_ema")
     kind = cfg.kind or ("sample" if autoencoders.samples_only(autoencoder) else "moments")
     if not is_shapes:
-        refuse(cli_overrides, "shapes", why="source=shapes alone reads it")
+        refuse(cli_overrides, "shapes", why="only source=shapes reads it")
     if cfg.teacher is None:
-        refuse(cli_overrides, "patch_size", why="it is that of the network which teacher=<name> is for")
+        refuse(cli_overrides, "patch_size", why="only teacher=<name> reads it, as the patch size of your network")
     if kind == "moments":
-        refuse(cli_overrides, "seed", why="kind=moments stores means and deviations and draws nothing")
+        refuse(cli_overrides, "seed", why="kind=moments stores means and deviations and samples nothing")
 
     source = open_source(cfg.source, cfg.shapes.count, cfg.shapes.seed, cfg.labels, cfg.image_column,
                          cfg.label_column)
@@ -201,19 +204,19 @@ def main(cfg: PrepareSettings, cli_overrides: Mapping[str, str]) -> None:
     if is_finished(out, settings, state.is_main_process):
         return
 
-    with state.main_process_first():  # one rank downloads, the others find it in the cache
+    with state.main_process_first():  # one rank downloads the weights, and the others find them in the cache
         vae = autoencoders.load_autoencoder(autoencoder, state.device, DTYPES[cfg.precision])
     if resolution % vae.downsample:
         raise ValueError(f"resolution={resolution} is not divisible by {vae.downsample}, the factor by which "
-                         f"{autoencoder} shrinks images.")
-    if not is_shapes and state.is_main_process and (note := note_on_dark(source)):
+                         f"{autoencoder} downsamples images.")
+    if not is_shapes and state.is_main_process and (note := note_dark_images(source)):
         print(note)
     side = resolution // vae.downsample
     teacher, arrays = None, {}
     if cfg.teacher is not None:
         if side % cfg.patch_size:
-            raise ValueError(f"patch_size={cfg.patch_size} does not divide the latent's side {side}: give that of the "
-                             f"network which the teacher is for.")
+            raise ValueError(f"patch_size={cfg.patch_size} does not divide the latent's side {side}: set it to the "
+                             f"patch size of the network that you will train.")
         with state.main_process_first():
             teacher = load_teacher(cfg.teacher, side // cfg.patch_size).to(state.device)
         shape = [(side // cfg.patch_size) ** 2, teacher.width]

@@ -390,7 +390,7 @@ def test_files_of_several_frames_are_counted_in_images_to_be_scored(tmp_path, ca
     frames[0].save(tmp_path / "moving.gif", save_all=True, append_images=frames[1:])
     frames[1].save(tmp_path / "still.png")
     opened = image_sets.open_images(one_rank(), "images", str(tmp_path))
-    assert ("1 of 2 images: the file has several pages or frames, of which the first is used: "
+    assert ("1 of 2 images: the file has several pages or frames, and only the first is used: "
             "moving.gif" in capsys.readouterr().out)
     assert sorted(opened.read(np.arange(2))[:, 0, 0, 0].tolist()) == [0, 1]
 

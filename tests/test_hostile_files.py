@@ -336,7 +336,7 @@ def test_the_last_place_in_a_tar_is_the_last_at_which_a_latent_fits(indexed):
     shards, whole = indexed
     size = int(np.prod(whole["shape"])) * np.dtype(str(whole["dtype"])).itemsize
     for offset, fits in ((shards[-1].stat().st_size - size, True), (shards[-1].stat().st_size - size + 1, False)):
-        assert tars.leads_inside(whole | {"offsets": np.append(whole["offsets"][:-1], offset)}, shards) == fits
+        assert tars.is_valid_index(whole | {"offsets": np.append(whole["offsets"][:-1], offset)}, shards) == fits
 
 
 # ---- records that are not as this code writes them ------------------------------------------------------------------

@@ -264,7 +264,7 @@ def open_sampling_and_scoring(
     try:
         decoder = autoencoders.load_decoder(
             autoencoder, latents.shape, latents.convention, accelerator.device, DTYPES[cfg.decode_precision],
-            batch_size=cfg.decode_batch_size, asked=cfg.data.autoencoder is not None,
+            batch_size=cfg.decode_batch_size, trusted=cfg.data.autoencoder is not None,
         )
     except ValueError as error:
         raise ValueError(f"{error} Or set samples.every=0 evaluate.every=0 to train without pictures.") from error

@@ -1,4 +1,4 @@
-"""Names -> autoencoders: pixel space, diffusers' folders, LDM's files such as VA-VAE's, and users' own decoders."""
+"""Loads autoencoders by name: pixel space, diffusers folders, LDM files such as VA-VAE's, and users' own decoders."""
 
 import importlib
 import re
@@ -13,41 +13,42 @@ from runtime.schema import as_recorded, first_line, read_json
 from weights.reading import from_hub, is_torchscript, load_torchscript, read_tensors
 
 HUB_NAMES = {"sd_vae_ema": "stabilityai/sd-vae-ft-ema", "sd_vae_mse": "stabilityai/sd-vae-ft-mse"}
-# Diffusers' classes for images in [-1, 1] whose config has the scale of their latents.
+# Diffusers classes for images in [-1, 1] that record their latents' scale in the config.
 CLASSES = ("AutoencoderKL", "AutoencoderTiny", "AutoencoderDC")
 NONE = "none"           # the name for latents that only their owner can decode
 PYTHON = "python:"      # python:module.function
-STATISTICS = "latents_stats.pt"  # LightningDiT's, with the mean and standard deviation of each channel
+STATISTICS = "latents_stats.pt"  # written by LightningDiT: the mean and standard deviation of each channel
 
 
 def load_autoencoder(
     name: str, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32,
     convention: Convention | None = None,
 ) -> Autoencoder:
-    """Loads what encodes and decodes: `identity`, `sd_vae_ema`, `sd_vae_mse`, a local diffusers folder, an LDM file.
+    """Loads an autoencoder: `identity`, `sd_vae_ema`, `sd_vae_mse`, a local diffusers folder, or an LDM file.
 
-    Reads weights only; `dtype` is the network's, moments come back in float32. `convention` is the one of latents that
-    exist, None the autoencoder's own. Raises ValueError for an unknown name, and for weights that cannot be had.
+    Never runs code from a file. `dtype` is the network's, but moments are returned in float32. `convention` is that of
+    existing latents; None means the autoencoder's own. Raises ValueError for an unknown name, and for weights that
+    cannot be read or downloaded.
     """
     if runs_code(name):
         raise ValueError(f"autoencoder={name} can only decode: choose another here.")
     if name == NONE:
-        raise ValueError("autoencoder=none: these latents cannot be decoded. Name what decodes them, as in "
-                         "autoencoder=path/to/folder, or write latents: sample.py out=x.npz latents=true.")
+        raise ValueError("autoencoder=none: these latents cannot be decoded. Set what decodes them, as in "
+                         "autoencoder=path/to/folder, or save the latents with sample.py out=x.npz latents=true.")
     if name == "identity":
         return Identity(device, convention)
     if Path(name).is_file():
         with as_recorded(Path(name)):
             vae, statistics = _from_ldm(Path(name)).to(dtype), Path(name).with_name(STATISTICS)
         if convention is None and not statistics.is_file():
-            raise ValueError(f"autoencoder={name} does not say how its latents are scaled: put its {STATISTICS} next "
-                             f"to it.")
+            raise ValueError(f"autoencoder={name} does not record how its latents are scaled: put its {STATISTICS} "
+                             f"next to it.")
         convention = convention or read_statistics(statistics)
         return DiffusersAutoencoder(name, vae, device, convention)
     folder = name
     if repo := HUB_NAMES.get(name):
         folder = from_hub(repo, "config.json", "diffusion_pytorch_model.safetensors", remedy=(
-            f"where there is network, run `hf download {repo} config.json diffusion_pytorch_model.safetensors "
+            f"on a machine with internet, run `hf download {repo} config.json diffusion_pytorch_model.safetensors "
             f"--local-dir {name}`, copy that folder here, and set autoencoder=path/to/{name}."))
     return DiffusersAutoencoder(name, _from_folder(str(folder), dtype), device, convention)
 
@@ -55,21 +56,21 @@ def load_autoencoder(
 def load_decoder(
     name: str,
     shape: tuple[int, int, int],            # of the latents: (C, h, w)
-    convention: Convention | None,          # by which they were made; None: the autoencoder's own
+    convention: Convention | None,          # the one of the latents; None for the autoencoder's own
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     *,
-    batch_size: int | None = None,          # images decoded at once; None: as many as have PIXELS_AT_ONCE
-    asked: bool = False,                    # whether the user has named it, not a file that somebody made
+    batch_size: int | None = None,          # images decoded at once; None for about PIXELS_AT_ONCE pixels
+    trusted: bool = False,                  # whether the user named it on the command line, rather than a file
 ) -> Autoencoder:
-    """Loads an autoencoder, or a decoder of the user's own, to decode latents of `shape` that exist already.
+    """Loads an autoencoder, or a user's own decoder, to decode existing latents of `shape`.
 
-    They are brought back by `convention`, which made them, not by the one that the decoder was published with. A
-    decoder of one's own is code, so it is loaded only where `asked`. Raises ValueError also for other channels.
+    Latents are unscaled by the `convention` that scaled them, not by the one that the decoder was published with. A
+    user's own decoder is code, so it is loaded only if `trusted`. Raises ValueError also if it has other channels.
     """
     if not runs_code(name):
         loaded = load_autoencoder(name, device, dtype, convention)
-    elif asked:
+    elif trusted:
         function = _python(name) if name.startswith(PYTHON) else load_torchscript(Path(name), device)
         loaded = OwnDecoder(name, function, shape, device)
         loaded.convention = convention or loaded.convention
@@ -78,7 +79,7 @@ def load_decoder(
                          f"file does: set autoencoder={name} if you trust it.")
     if loaded.channels != shape[0]:
         raise ValueError(f"autoencoder={name} decodes latents of {loaded.channels} channels, but these have "
-                         f"{shape[0]}: give the autoencoder of these latents.")
+                         f"{shape[0]}: set the autoencoder that made these latents.")
     loaded.decode_batch_size = batch_size
     return loaded
 
@@ -89,38 +90,38 @@ def runs_code(name: str) -> bool:
 
 
 def samples_only(name: str) -> bool:
-    """True if an autoencoder, whose weights are not loaded, gives values and no distributions."""
+    """True if an autoencoder encodes to values without a distribution. Reads its config, not its weights."""
     if name in HUB_NAMES or name == NONE or runs_code(name) or Path(name).is_file():
         return False
     return name == "identity" or _read_config(name)["_class_name"] in SAMPLES_ONLY
 
 
 def own_convention(name: str) -> Convention | None:
-    """Returns the convention that an autoencoder was published with, without its weights; None where no config says."""
+    """Returns an autoencoder's published convention without loading weights, or None if it has no config."""
     if name == "identity":
         return Convention()
     if name in HUB_NAMES:
         return Convention(SD_VAE_SCALE)
-    return Convention.of_config(_read_config(name)) if Path(name).is_dir() else None
+    return Convention.from_config(_read_config(name)) if Path(name).is_dir() else None
 
 
 # ---- diffusers ------------------------------------------------------------------------------------------------------
 
 
 def _read_config(folder: str) -> dict:
-    """Reads config.json of a diffusers folder; raises ValueError where its class is not one of CLASSES."""
+    """Reads config.json of a diffusers folder. Raises ValueError if its class is not one of CLASSES."""
     if not Path(folder).is_dir():
         names = ", ".join(["identity", *HUB_NAMES])
         raise ValueError(f"autoencoder={folder} is neither one of {names} nor a local folder or file.")
     config = read_json(Path(folder) / "config.json")
-    if config.get("_class_name") not in CLASSES:  # a name alone: nothing else is ever looked up by it
-        raise ValueError(f"autoencoder={folder} is of {config.get('_class_name')}, and only {', '.join(CLASSES)} are "
-                         f"read.")
+    if config.get("_class_name") not in CLASSES:  # no other name is ever looked up in diffusers
+        raise ValueError(f"autoencoder={folder} has the class {config.get('_class_name')}, but only "
+                         f"{', '.join(CLASSES)} can be read.")
     return config
 
 
 def _variant(folder: Path) -> str | None:
-    """Returns fp16, say, where a folder was saved with `variant="fp16"`; None where it has weights without one."""
+    """Returns the variant that a folder was saved with, such as "fp16", or None if it has weights without one."""
     names = [re.fullmatch(r"diffusion_pytorch_model(\.\w+)?\.safetensors(?:\.index(\.\w+)?\.json)?", file.name)
              for file in sorted(folder.iterdir())]
     variants = [(found[1] or found[2] or "").lstrip(".") for found in names if found]
@@ -128,7 +129,7 @@ def _variant(folder: Path) -> str | None:
 
 
 def _from_folder(folder: str, dtype: torch.dtype) -> torch.nn.Module:
-    import diffusers  # which takes seconds
+    import diffusers  # slow: takes seconds
 
     network = getattr(diffusers, _read_config(folder)["_class_name"])
     for file in Path(folder).glob("*.safetensors"):
@@ -139,18 +140,18 @@ def _from_folder(folder: str, dtype: torch.dtype) -> torch.nn.Module:
             variant=_variant(Path(folder)))
         if lacking := found["missing_keys"]:  # diffusers only warns, and leaves them random
             raise ValueError(f"the weights lack {len(lacking)} tensors, {lacking[0]} first")
-    except Exception as error:  # absent, cut short, of other shapes: each raises its own
+    except Exception as error:  # missing, truncated or mismatched weights all raise different types
         raise ValueError(f"autoencoder={folder} has no diffusion_pytorch_model.safetensors that can be read and fits "
                          f"config.json (pickles, .bin, are not loaded; save_pretrained writes safetensors): "
                          f"{first_line(error)}") from error
     return vae
 
 
-# ---- LDM's own files, VA-VAE's among them ---------------------------------------------------------------------------
+# ---- LDM files, such as VA-VAE's ------------------------------------------------------------------------------------
 
 
 def ldm_key(key: str, num_levels: int) -> str:
-    """Names a tensor of diffusers' AutoencoderKL as latent diffusion's AutoencoderKL (CompVis) does."""
+    """Translates a key of diffusers' AutoencoderKL to the one in latent diffusion's AutoencoderKL (CompVis)."""
     def level(found: re.Match) -> str:
         index = int(found[2])  # LDM counts a decoder's levels from the pixels, diffusers from the latent
         return f"down.{index}." if found[1] == "down" else f"up.{num_levels - 1 - index}."
@@ -167,7 +168,7 @@ def ldm_key(key: str, num_levels: int) -> str:
 
 
 def _from_ldm(file: Path) -> torch.nn.Module:
-    """Builds diffusers' AutoencoderKL of latent diffusion's weights: a .pt or .ckpt of tensors, or .safetensors."""
+    """Builds diffusers' AutoencoderKL from latent diffusion's weights: a .pt or .ckpt of tensors, or .safetensors."""
     from diffusers import AutoencoderKL
 
     state = read_tensors(file)
@@ -198,7 +199,7 @@ def _from_ldm(file: Path) -> torch.nn.Module:
 
 
 def read_statistics(file: Path) -> Convention:
-    """Reads LightningDiT's latents_stats.pt, tensors mean and std; raises ValueError for anything else."""
+    """Reads LightningDiT's latents_stats.pt with tensors mean and std. Raises ValueError for anything else."""
     try:
         tensors = read_tensors(file)
         mean, std = (tuple(tensors[key].double().flatten().tolist()) for key in ("mean", "std"))
@@ -213,5 +214,5 @@ def _python(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
     try:
         return getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"autoencoder={name} is not python:module.function of a module that Python finds ({error}): "
-                         f"set PYTHONPATH.") from error
+        raise ValueError(f"autoencoder={name} is not python:module.function with a module that Python can import "
+                         f"({error}): set PYTHONPATH.") from error

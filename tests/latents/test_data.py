@@ -449,8 +449,8 @@ BAD = [  # what is wrong with a folder, arguments, words
     (array(LATENTS, lambda a: a.astype(np.float32)), {}, "has float32 (40, 4, 4, 4), but metadata.json says float16"),
     (array(LABELS, lambda a: a.astype(np.int32)), {}, f"{LABELS} has int32 (40,), but"),
     (array(LABELS, lambda a: a + 1), {}, "label 7"),
-    (array(LATENTS, lambda a: a * np.nan), {}, "40 hold NaN or infinity, image 40 first"),
-    (latents(numbered(), INFINITE), {}, "1 hold NaN or infinity, image 41 first"),
+    (array(LATENTS, lambda a: a * np.nan), {}, "40 hold NaN or infinity, such as image 40"),
+    (latents(numbered(), INFINITE), {}, "1 hold NaN or infinity, such as image 41"),
     (latents(numbered() * 99, autoencoder="identity", scale=1.0), {}, "lie in -1..1: store image / 127.5 - 1"),
     (latents(numbered() * 9), {}, "looks unscaled: 0.18215 times"),
     (latents(numbered() * 0.2), {}, "looks scaled twice: divided by 0.18215"),
@@ -467,7 +467,7 @@ BAD = [  # what is wrong with a folder, arguments, words
 ]  # fmt: skip
 TAR, SAMPLE = "shard-000001.tar", {"kind": "sample", "scale": 1}
 BAD_TARS = [  # what is wrong with tars, arguments, words
-    (as_it_is, {}, "tars do not say of which kind: set data.kind=moments"),
+    (as_it_is, {}, "tars do not record their kind: set data.kind=moments"),
     (as_it_is, {"kind": "sample", "scale": 5}, "data.scale is 5: set data.scale=0.18215."),
     (as_it_is, {"kind": "sample", "scale": 0.18215}, "data.scale is 0.18215: set data.scale=1."),
     (as_it_is, {**SAMPLE, "num_classes": 6}, "label 6 (row 4), outside 0..5: set data.num_classes above it"),
@@ -476,7 +476,7 @@ BAD_TARS = [  # what is wrong with tars, arguments, words
     (cut(TAR), SAMPLE, f"{TAR} is not a complete, uncompressed tar"),
     (compressed, SAMPLE, f"{TAR} is not a complete, uncompressed tar"),
     (in_tar("latent.npy", "jpg"), SAMPLE, "no '<key>.latent.npy': if it has images, use scripts/prepare_latents.py"),
-    (in_tar("n00000010.cls", "n00000010.txt"), SAMPLE, "1 samples lack either '.latent.npy' or '.cls', 'n00000010'"),
+    (in_tar("n00000010.cls", "n00000010.txt"), SAMPLE, "lack either '.latent.npy' or '.cls', such as 'n00000010'"),
     (in_tar("10.json", "10b.cls"), SAMPLE, f"{TAR}: n00000010b.cls: invalid literal"),
     (in_tar("10.json", "10b.latent.npy"), SAMPLE, f"{TAR}: n00000010b.latent.npy: the magic string"),
     (one_more(np.zeros((4, 8, 8), np.float16)), SAMPLE, "(4, 8, 8), but the latents before it are float16 (4, 4, 4)"),
@@ -520,7 +520,7 @@ def test_arguments_that_agree_with_the_folder_are_accepted(folder):
     (np.clip(abs(numbered()), 0, 1), "identity"),  # light pictures may be so
 ])  # fmt: skip
 def test_what_may_be_right_only_warns(tmp_path, values, autoencoder):
-    with pytest.warns(UserWarning, match="looks"):
+    with pytest.warns(UserWarning, match="looks|may be"):
         open_latents(write_folder(tmp_path / "set", values, labels_of(), autoencoder=autoencoder))
 
 

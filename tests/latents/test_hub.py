@@ -22,7 +22,7 @@ from test_prepare_latents import prepare, read_folder, same_folder
 
 from latents import hub
 from latents.folder import open_latents
-from latents.images import note_on_dark, open_source
+from latents.images import note_dark_images, open_source
 from scoring.image_sets import open_images
 
 PETS = ["cat", "dog", "owl"]
@@ -119,12 +119,12 @@ def test_after_a_stop_and_from_any_row_on_the_rows_are_the_same(tmp_path, monkey
 
 def test_of_a_large_row_group_no_more_is_read_than_was_asked_for(tmp_path, monkeypatch):
     """huggingface/dataset-viewer#1771."""
-    monkeypatch.setattr(hub, "IN_MEMORY", 100)
+    monkeypatch.setattr(hub, "MAX_IN_MEMORY", 100)
     group = []
     monkeypatch.setattr(hub, "RowGroup", lambda *how, make=hub.RowGroup: group.append(made := make(*how)) or made)
     source = open_source(write(tmp_path / "x.parquet", pets([i % 3 for i in range(200)]), group=200))
-    assert source.pixels(3)[0, 0, 0] == 3 and len(group[0].places) == hub.ROWS
-    assert source.pixels(150)[0, 0, 0] == 150 and len(group[0].places) < 200
+    assert source.pixels(3)[0, 0, 0] == 3 and len(group[0].extents) == hub.NUM_ROWS
+    assert source.pixels(150)[0, 0, 0] == 150 and len(group[0].extents) < 200
     assert source.pixels(2)[0, 0, 0] == 2 and len(group) == 1  # from the temporary file
     assert group[0].file._rolled
     assert numbers(source) == [*range(200)]
@@ -145,7 +145,7 @@ def test_grey_of_16_bits_is_looked_for_at_the_start_of_row_groups(tmp_path, monk
     source, seen = open_source(write(tmp_path / "x.parquet", pets([0] * 20), group=6)), []
     read = source.listing.read
     monkeypatch.setattr(source.listing, "read", lambda row: seen.append(row) or read(row))
-    assert note_on_dark(source) is None and seen == [0, 6, 12, 18]
+    assert note_dark_images(source) is None and seen == [0, 6, 12, 18]
 
 
 # Files
@@ -174,11 +174,11 @@ def test_a_split_must_be_chosen(tmp_path):
 def test_shards_that_are_missing_are_counted(tmp_path):
     write(tmp_path / "train", pets([0, 1]), pets([2, 0], 2), pets([1], 4))
     (tmp_path / "train-00001-of-00003.parquet").unlink()
-    assert any("2 of 3 shards are here" in note and "number 1 is the first" in note
+    assert any("Only 2 of 3 shards are here" in note and "one is number 1" in note
                for note in open_source(tmp_path).notes)
     folder = save_to_disk(tmp_path / "saved", pets([0, 1]), pets([2, 0], 2))
     (folder / "data-10.arrow").unlink()
-    refused(lambda: open_source(folder), "lacks 1 of the 2 files that state.json names, data-10.arrow first")
+    refused(lambda: open_source(folder), "lacks 1 of the 2 files that state.json names, such as data-10.arrow")
 
 
 def test_files_of_save_to_disk_are_read_in_the_order_of_its_state_and_others_in_that_of_names(tmp_path):
@@ -222,7 +222,7 @@ def test_shards_of_other_classes_or_columns_are_refused(tmp_path):
     features = {"label": {"names": ["x"], "_type": "ClassLabel"}}
     other = pets([0]).replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
     write(tmp_path / "train", pets([0]), other)
-    refused(lambda: open_source(tmp_path), "train-00001-of-00002.parquet has other columns or classes than train-00000")
+    refused(lambda: open_source(tmp_path), "train-00001-of-00002.parquet has different columns or classes from train-0")
 
 
 def test_without_pyarrow_one_line_says_how_to_install_the_version_that_is_required(tmp_path, monkeypatch):
@@ -236,7 +236,7 @@ def test_without_pyarrow_one_line_says_how_to_install_the_version_that_is_requir
         return real(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", absent)
-    refused(lambda: open_source(tmp_path / "x.parquet"), f"pyarrow, which is missing: pip install {hub.PYARROW}")
+    refused(lambda: open_source(tmp_path / "x.parquet"), f"pyarrow, which is not installed: pip install {hub.PYARROW}")
 
 
 def test_links_of_the_hubs_cache_are_followed_to_images_and_not_to_latents(tmp_path):
@@ -280,7 +280,7 @@ def test_of_several_columns_of_images_one_is_chosen(tmp_path):
                   "label": pa.array([0])},
                  {"image": {"_type": "Image"}, "mask": {"_type": "Image"}, "sound": {"_type": "Audio"}})
     path = write(tmp_path / "x.parquet", both)
-    refused(lambda: open_source(path), "2 columns of images (image, mask): choose one, as in image_column=image")
+    refused(lambda: open_source(path), "2 image columns (image, mask): choose one, as in image_column=image")
     assert numbers(open_source(path, image_column="mask")) == [2]
     for asked in ("label", "sound", "no"):
         refused(lambda asked=asked: open_source(path, image_column=asked), f"image_column={asked} holds no images: ",
@@ -295,17 +295,17 @@ OF_LISTS = {"_type": "List", "feature": CLASSES}
 @pytest.mark.parametrize(("columns", "features", "words"), [
     ({"image": pa.array([[image(1), image(2)]], pa.list_(IMAGE)), "label": [0]},
      {"image": {"_type": "List", "feature": {"_type": "Image"}}},
-     "no column with one image a row: its columns are image: list of Image, label: int64"),
+     "no column with one image per row: its columns are image: list of Image, label: int64"),
     ({"image": [[[0, 1], [2, 3]]], "label": [0]}, None, "its columns are image: list, label: int64"),
     ({"URL": ["https://x.org/1.jpg"], "TEXT": ["a cat"]}, None,  # victorchall/EveryDream#7
-     "no column with one image a row: its columns are URL: string, TEXT: string"),
+     "no column with one image per row: its columns are URL: string, TEXT: string"),
     ({"image": pa.array([{"bytes": None, "path": "/data/cat.jpg"}] * 2, IMAGE)}, None,
-     "paths such as /data/cat.jpg in its column image, and not the images: name their folder"),
+     "only paths such as /data/cat.jpg in its column image, not the images: use the folder"),
     ({"image": TWO, "label": [0.5, 1.0]}, {"image": {"_type": "Image"}}, "labels such as 0.5, which is not a class"),
     ({"image": TWO, "label": [[0, 1], [1]]}, FEATURES | {"label": OF_LISTS},
      "has [0, 1] as labels, but an image can have only one class"),
     ({"image": TWO, "label": [-1, -1]}, FEATURES,  # huggingface/datasets#4299
-     "no label (-1 or null) for any of 2 rows, as the Hub's test splits have: choose another split"),
+     "no label (-1 or null) for any of 2 rows, as is usual for test splits on the Hub: choose another split"),
     ({"image": TWO, "label": pa.nulls(2)}, FEATURES, "no label (-1 or null) for any of 2 rows"),
 ])  # fmt: skip
 def test_shards_without_one_image_and_one_class_a_row_are_refused(columns, features, words, tmp_path):
@@ -336,7 +336,7 @@ def test_a_row_without_a_readable_image_is_named_and_left_out(tmp_path, capsys):
 def test_labels_are_the_indices_of_the_schemas_class_names(tmp_path):
     source = open_source(write(tmp_path / "x.parquet", pets([2, 0])))
     assert source.class_names == PETS and source.labels.tolist() == [2, 0]
-    assert source.notes == ["Images of column image, labels of column label. The columns are image: Image, label: "
+    assert source.notes == ["Images from column image, labels from column label. The columns are image: Image, label: "
                             "ClassLabel of 3.",
                             "column label: 1 of these 3 classes have no image: dog"]
     refused(lambda: open_source(write(tmp_path / "y.parquet", pets([0, 3]))),
@@ -371,7 +371,7 @@ def test_labels_are_numbers_or_text_and_rows_without_one_are_left_out(labels, na
                          else save_to_disk(tmp_path / "saved", made))
     assert source.class_names == names and source.labels.tolist() == expected
     assert any("column label: 1 of 4 images have no label and are left out" in note for note in source.notes)
-    assert [reason for _, reason in source.left_out] == ["has no label by column label"]
+    assert [reason for _, reason in source.left_out] == ["has no label in column label"]
 
 
 def test_of_several_columns_of_labels_one_is_chosen(tmp_path):
@@ -383,12 +383,12 @@ def test_of_several_columns_of_labels_one_is_chosen(tmp_path):
     assert open_source(path, label_column="coarse_label").class_names == ["x", "y"]
     files = put(tmp_path / "files", {"a/0.png": png(0)})
     for source, settings, *words in (
-            (path, {}, "2 columns of labels (fine_label, coarse_label): choose one, as in label_column=fine_label"),
-            (path, {"label_column": "label"}, "label_column=label is no column of numbers or text: ",
+            (path, {}, "2 label columns (fine_label, coarse_label): choose one, as in label_column=fine_label"),
+            (path, {"label_column": "label"}, "label_column=label is not a column of numbers or text: ",
              "fine_label: ClassLabel of 3"),
             (path, {"label_column": "fine_label", "labels": "none"},
              "label_column=fine_label would change nothing: labels=none"),
-            (files, {"label_column": "x"}, "label_column=x would change nothing: ", "has no parquet")):
+            (files, {"label_column": "x"}, "label_column=x would change nothing, as source=", "has no parquet")):
         refused(lambda source=source, settings=settings: open_source(source, **settings), *words)
 
 
@@ -407,7 +407,7 @@ def test_captions_are_no_labels_unless_their_column_is_named(tmp_path):
                  table({"image": pa.array([image(0), image(1)], IMAGE), "text": pa.array(["a cat", "a dog"])}))
     source = open_source(path)
     assert source.class_names == ["x"]
-    assert "one class, as no column is named like labels: label_column= names one" in source.notes[0]
+    assert "one class, because no column is named like labels (label_column= selects one)" in source.notes[0]
     assert open_source(path, label_column="text").class_names == ["a cat", "a dog"]
 
 
@@ -418,14 +418,14 @@ def test_labels_may_come_from_the_names_beside_the_images_or_a_file_of_them(tmp_
     put(tmp_path, {"labels.csv": "file,label\ndog_1.png,hound\ncat_0.png,tabby\n"})
     assert open_source(path, labels=str(tmp_path / "labels.csv")).class_names == ["hound", "tabby"]
     write(path, table({"image": made["image"].combine_chunks().field("bytes")}))
-    refused(lambda: open_source(path, labels="names"), "no names of files in its column image")
+    refused(lambda: open_source(path, labels="names"), "no file names in its column image")
 
 
 def test_another_column_of_images_is_another_set(tmp_path):
     both = table({"a": pa.array([image(1)] * 2, IMAGE), "b": pa.array([image(2)] * 2, IMAGE)})
     path = write(tmp_path / "x.parquet", both)
     prepare(path, tmp_path / "out", resolution=8, image_column="a")
-    refused(lambda: prepare(path, tmp_path / "out", resolution=8, image_column="b"), "image_column=a then and b now")
+    refused(lambda: prepare(path, tmp_path / "out", resolution=8, image_column="b"), "image_column was a and is now b")
 
 
 def test_threads_that_read_one_row_group_at_once_read_the_same(tmp_path):
@@ -449,7 +449,7 @@ def test_scores_take_the_same_shards(tmp_path):
     assert np.array_equal(a.read(a.choose(5)), b.read(b.choose(5)))
     columns = {name: pa.array([image(i) for i in of], IMAGE) for name, of in (("a", (0, 2)), ("b", (1, 254)))}
     both = write(tmp_path / "both.parquet", table(columns))
-    refused(lambda: open_images(one_rank(), "images", str(both)), f"images={both} has 2 columns of images (a, b): "
+    refused(lambda: open_images(one_rank(), "images", str(both)), f"images={both} has 2 image columns (a, b): "
             "name what scripts/prepare_latents.py autoencoder=identity makes of one, image_column=a.")
     prepare(both, tmp_path / "b", resolution=8, image_column="b", autoencoder="identity")
     prepared = open_images(one_rank(), "images", str(tmp_path / "b"))

@@ -131,7 +131,7 @@ def test_damaged_tars_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "content", "what"), [
-    ("x.npz", None, "is numpy's .npz of arrays"), ("x.npy", b"\x93NUMPY\x01\x00", "is numpy's array"),
+    ("x.npz", None, "is a numpy .npz of arrays"), ("x.npy", b"\x93NUMPY\x01\x00", "is a numpy array"),
     ("x.jpg", b"\xff\xd8\xff", "is one image"),
     ("x.h5", b"\x89HDF\r\n\x1a\n", "is an HDF5 file"), ("x.pkl", b"\x80\x04K\x01.", "is a pickle, which can run code"),
     ("x.pt", None, "is a pickle"),
@@ -145,7 +145,7 @@ def test_a_source_that_is_no_folder_zip_or_tar_is_called_what_it_is(tmp_path, na
         else:
             (tmp_path / file).write_bytes(content)
     refused(lambda: open_source(tmp_path / name), f"source={tmp_path}/{name}", what,
-            ": give a folder of images, or one zip or tar of them", "names 2 files, of which " if "*" in name else "")
+            ": use a folder of images, or one zip or tar of them", "names 2 files, and " if "*" in name else "")
 
 
 def test_an_archive_is_known_by_its_content_whatever_it_is_called(tmp_path):

@@ -20,7 +20,7 @@ from PIL.PngImagePlugin import PngInfo
 from spoils import refused
 from test_prepare_latents import prepare
 
-from latents.images import decode_image, note_on_dark, open_source
+from latents.images import decode_image, note_dark_images, open_source
 from scoring.image_sets import open_images
 
 PETS = ["cat", "dog", "owl"]
@@ -113,7 +113,7 @@ def test_dataset_json_without_labels_is_one_class_and_one_that_lacks_some_says_s
 def test_dataset_json_that_cannot_be_read_is_named_and_another_kind_is_said_to_be_passed_over(tmp_path):
     refused(lambda: open_source(put(tmp_path / "a", EDM | {"dataset.json": "{"})), "dataset.json is not JSON")
     refused(lambda: open_source(put(tmp_path / "b", inside("train", EDM | dataset(None)) | numbered("val/0.png"))),
-            "b holds train/dataset.json, which lies on top of 9 of the 10 images: name", "b/train")
+            "b holds train/dataset.json, which covers only 9 of the 10 images: set", "b/train")
     other = open_source(put(tmp_path / "c", numbered("cat/0.png", "dog/1.png") | {"dataset.json": '{"license": "x"}'}))
     assert other.class_names == ["cat", "dog"] and other.notes == ['dataset.json has no "labels" and is not read.']
 
@@ -192,7 +192,7 @@ def test_one_of_celebas_attributes_is_read_and_the_file_alone_is_not(tmp_path, n
     [hint] = open_source(folder).notes
     assert hint.startswith(f"{file} has 40 columns that may be classes") and f"labels={file}:Arched_0 reads one" in hint
     refused(lambda: open_source(folder, labels=str(file)), "40 columns beside the names (Arched_0, Male_0",
-            f": name that of the classes, as in labels={file}:Arched_0")
+            f": choose the one with classes, as in labels={file}:Arched_0")
     for asked in ("Male_0", "male 0", "3"):
         source = open_source(folder, labels=f"{file}:{asked}")
         assert source.class_names == ["-1", "1"] and not source.notes
@@ -216,7 +216,7 @@ def test_captions_splits_and_numbers_of_each_image_are_not_recommended_as_labels
 
 def test_a_class_for_nearly_every_image_gets_a_line(tmp_path):
     source = open_source(put(tmp_path, CELEBA | {"captions.txt": CAPTIONS}), labels="captions.txt")
-    assert "There are 40 classes for 40 images, about one for each: are they the classes?" in source.notes
+    assert any("There are 40 classes for 40 images, which is about one per image" in note for note in source.notes)
 
 
 TWO_COLUMNS = "".join(f"{image},{k % 3},{k % 2}\n" for k, image in enumerate(CELEBA))
@@ -233,7 +233,7 @@ TWO_COLUMNS = "".join(f"{image},{k % 3},{k % 2}\n" for k, image in enumerate(CEL
 def test_of_several_columns_without_a_known_head_one_must_be_named(tmp_path, name, content, columns):
     source = put(tmp_path, CELEBA | {name: content})
     refused(lambda: open_source(source, labels=name), columns.replace("(", "beside the names ("),
-            f": name that of the classes, as in labels={name}:")
+            f": choose the one with classes, as in labels={name}:")
     found = open_source(source, labels=f"{name}:2" if "2, 3" in columns else f"{name}:kind")
     assert found.labels.tolist() == [k % 3 + (name == "list.txt") for k in range(40)]
 
@@ -244,7 +244,7 @@ def test_a_name_in_several_folders_needs_its_folder_and_of_two_label_columns_one
     refused(lambda: open_source(folder, labels=str(tmp_path / "short.csv")),
             "names 0.png, which may be a/0.png or b/0.png")
     source = open_source(folder, labels=str(tmp_path / "long.csv"))
-    assert source.labels.tolist() == [1, 0] and "of the columns label, class_name" in source.notes[0]
+    assert source.labels.tolist() == [1, 0] and "has the columns label, class_name" in source.notes[0]
     assert "label is read" in source.notes[0]
 
 
@@ -355,7 +355,7 @@ def test_an_archive_means_the_same_as_its_folder_whoever_made_it(tmp_path, renam
         found = open_source(source)
         assert classes(found) == WANTED and found.class_names == ["dog", "größe"], source
         assert len(found.left_out) == len(JUNK)
-        assert {reason for name, reason in found.left_out if name.endswith(".JPG")} == {"is hidden, or of a system"}
+        assert {reason for name, reason in found.left_out if name.endswith(".JPG")} == {"is a hidden or system file"}
 
 
 def test_names_in_utf_8_that_a_zip_does_not_mark_as_such_are_read(tmp_path):
@@ -450,8 +450,8 @@ def test_one_of_two_images_and_two_labels_is_chosen_and_announced(tmp_path, writ
     source = open_source(write(tmp_path / "set.zip" if write is put_zip else tmp_path / "set.tar", files))
     assert classes(source) == {0: "2", 1: "0"}
     said = dict(source.left_out)
-    assert all("another picture of the sample" in reason for reason in said.values()) and len(said) == 1
-    assert "1 samples have several labels, of which .cls counts" in source.notes[0]
+    assert all("another picture of the same sample" in reason for reason in said.values()) and len(said) == 1
+    assert "1 samples have several labels, and .cls counts" in source.notes[0]
     assert "further pictures" in source.notes[1]
 
 
@@ -484,7 +484,7 @@ def test_what_one_name_in_two_tars_cannot_say_is_refused(tmp_path):
         put_tar(tmp_path / tar, numbered("000_0.png", "001_0.png") | {"labels.csv": "000_0.png,cat\n"})
     (tmp_path / "labels.csv").write_text("000_0.png,cat\n001_0.png,dog\n")
     refused(lambda: open_source(tmp_path / "*.tar", labels=str(tmp_path / "labels.csv")),
-            "labels 000_0.png, but 2 tars hold a file of that name: prepare each tar alone")
+            "labels 000_0.png, but 2 tars hold a file of that name: prepare each tar separately")
     assert np.bincount(open_source(tmp_path, labels="names").labels).tolist() == [2, 2]
     for tar in ("a.tar", "b.tar"):
         put_tar(tmp_path / tar, numbered("0.png") | dataset([["0.png", 0]]))
@@ -525,7 +525,7 @@ def test_of_several_pages_or_frames_the_first_is_used_and_the_files_are_counted(
     assert {int(source.pixels(i)[0, 0, 0]) for i, name in enumerate(source.names) if name.startswith("several")} == {9}
     for _ in range(2):  # also where the shard is there already
         prepare(tmp_path / "set", tmp_path / "out", resolution=4, shard_size=3)
-        said = "4 of 6 images: the file has several pages or frames, of which the first is used: several.gif, sev"
+        said = "4 of 6 images: the file has several pages or frames, and only the first is used: several.gif, sev"
         assert said in capsys.readouterr().out
         assert json.loads((tmp_path / "out/metadata.json").read_text())["unreadable"] == []
         (tmp_path / "out/metadata.json").unlink()
@@ -548,10 +548,10 @@ def test_photographs_that_a_viewer_turns_are_counted(tmp_path, capsys):
 @pytest.mark.parametrize("kind", [np.uint16, np.int32, np.float32])
 def test_images_of_12_bits_in_16_get_a_line_unless_one_exceeds_them(tmp_path, kind):
     dark = open_source(put(tmp_path / "dark", {"0.tiff": grey(4095, kind), "1.png": png(3)}))
-    assert "1 of 2 images looked at have 16 bits or more, and none has a value above 4,095" in note_on_dark(dark)
+    assert "1 of 2 checked images have 16 bits or more, and none has a value above 4,095" in note_dark_images(dark)
     for name, files in {"full": {"0.tiff": grey(4095, kind), "1.tiff": grey(4096, kind)}, "plain": {"1.png": png(3)},
                         "floats": {"1.tiff": grey(0.9, np.float32)}}.items():  # python-pillow/Pillow#3159: refused
-        assert note_on_dark(open_source(put(tmp_path / name, files))) is None
+        assert note_dark_images(open_source(put(tmp_path / name, files))) is None
 
 
 def test_a_png_with_long_text_is_read(tmp_path):

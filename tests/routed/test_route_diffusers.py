@@ -52,8 +52,8 @@ def test_a_script_without_such_a_step_is_refused(tmp_path):
 @pytest.mark.parametrize(("old", "new", "says"), [
     ("(models_to_accumulate)", "(prior)", r"trains prior, and its step calls the transformers \['transformer'\]"),
     ("model_pred = transformer(", "model_pred = prior(", r"calls the transformers \[\]"),
-    ("transformer = accelerator.prepare(", "prior = accelerator.prepare(", "defines no transformer"),
-    ("args.max_train_steps", "args.steps", "defines no args.max_train_steps"),
+    ("transformer = accelerator.prepare(", "prior = accelerator.prepare(", "does not define transformer"),
+    ("args.max_train_steps", "args.steps", "does not define args.max_train_steps"),
 ])
 def test_a_script_is_refused_if_the_changed_line_would_name_what_it_has_not(old, new, says):
     script = SCRIPT.replace(old, new)

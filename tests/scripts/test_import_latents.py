@@ -400,8 +400,8 @@ REFUSED = [  # what was brought, settings, words
     # which form
     (made(write_repa, without_vae_sd), {}, "both REPA and EDM2 write"),
     (made(write_edm2), {}, "both REPA and EDM2 write: set format=repa"),
-    (lambda root: root, {}, "none of these forms"), (lambda root: root / "absent", {}, "does not exist"),
-    (lambda root: (root / "n01").mkdir() or root, {}, "Write any other as examples/write_latents.py"),  # LTH14/mar#52
+    (lambda root: root, {}, "has none of these formats"), (lambda root: root / "absent", {}, "does not exist"),
+    (lambda root: (root / "n01").mkdir() or root, {}, "Convert any other as examples/write_latents.py"),  # LTH14/mar#52
     (made(write_fastdit, put("metadata.json", "{}")), {}, "latent folder already"),
     (made(write_fastdit, lambda source: (source / "vae-in").mkdir()), {}, "could be fastdit (imagenet256_features"),
     (made(write_tread, with_validation), {}, "with and without train in their names"),
@@ -410,10 +410,10 @@ REFUSED = [  # what was brought, settings, words
     (made(write_repa, relabel(lambda _, label: [float(label == c) for c in range(3)])), {}, "labels of type float64"),
     (made(write_repa, put(LAST, npy(moments()[0, :4]))), {}, "shape (4, 8, 8), but 00000/img-mean-std-"),
     (made(write_repa, each(LISTED, lambda z: z[:6])), {},
-     "arrays of shape (6, 8, 8), where REPA's vae-sd has (8, R, R)"),
+     "arrays of shape (6, 8, 8), but REPA's vae-sd has (8, R, R)"),
     (made(write_repa, each(LISTED, lambda z: z[:, :4])), {}, "shape (8, 4, 8)"),
     (made(write_repa, put(LAST, npy(np.full((8, 8, 8), 1e6, np.float32)))), {},
-     "latent 11 is not finite, or beyond float16"),
+     "latent 11 that is not finite or overflows float16"),
     (made(write_repa, each(LISTED, lambda z: -z)), {}, "a standard deviation is never negative"),
     (made(write_repa, each(LISTED, lambda z: z * 50)), {}, "root mean square is"),
     (made(write_repa, only(3, 1_700_000_000)), {}, "label 1700000000 (row 3), outside 0..999999"),
@@ -449,9 +449,9 @@ REFUSED = [  # what was brought, settings, words
      "look like [mean, log-variance], not samples: set kind=moments"),
     (made(write_tread, values=log_moments()), {"kind": "sample", "scale": 0.18215}, "look like [mean, log-variance]"),
     (made(write_tread, values=moments()), {"kind": "moments"}, "write 2 * log(std) instead"),
-    (made(write_tread, values=normal(COUNT, 8, 8, 4)), {}, "channels come first"),
+    (made(write_tread, values=normal(COUNT, 8, 8, 4)), {}, "R, R), channels first"),
     (made(write_tread, values=normal(COUNT, 4, 8, 16)), {}, "images that are not square"),
-    (with_key_twice, {}, "a second sample of that key"),
+    (with_key_twice, {}, "its key occurs twice in this tar"),
     (made(write_tread, values=np.full((COUNT, 4, 8, 8), np.nan, np.float32)), {}, "not finite"),
 ]  # fmt: skip
 
@@ -475,7 +475,7 @@ TRAINED = [  # people with such a set, what was brought, settings of data, words
      "scaled otherwise than data.autoencoder="),
     ("hustvl/LightningDiT#93", made(write_lightningdit), {}, "scripts/import_latents.py source="),
     ("sihyun-yu/REPA#19", made(write_repa), {}, "scripts/import_latents.py source="),
-    ("NVlabs/edm2#11", made(write_edm2), {}, "set format=repa (VAE input in -1..1) of scripts/import_latents.py"),
+    ("NVlabs/edm2#11", made(write_edm2), {}, "set format=repa (VAE input in -1..1) for scripts/import_latents.py"),
 ]  # fmt: skip
 
 
@@ -533,7 +533,7 @@ def test_a_source_with_damage_beyond_the_probe_resumes_once_it_is_corrected(tmp_
     source, values = write_repa(tmp_path)
     file = "vae-sd/00000/img-mean-std-00000007.npy"
     put(file, npy(np.full((8, 8, 8), np.inf, np.float32)))(source)
-    refused(lambda: import_latents(source, tmp_path / "out", shard_size=2), "latent 7 is not finite")
+    refused(lambda: import_latents(source, tmp_path / "out", shard_size=2), "latent 7 that is not finite")
     put(file, npy(values[7]))(source)
     same_bits(import_latents(source, tmp_path / "out", shard_size=2)[1]["latents"], values * SCALE)
     assert "resuming: 3 of 6 shards are complete" in capsys.readouterr().out

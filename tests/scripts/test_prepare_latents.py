@@ -163,8 +163,8 @@ def test_a_teachers_tokens_are_those_of_the_image_and_of_its_mirror_image(pets, 
         means = seen.reshape(10, 4, 8, 4, 8, 3).mean(axis=(2, 4)).reshape(10, 16, 3)
         np.testing.assert_allclose(rows["teacher"], means, atol=0.07)  # float16 of up to 255
     again = partial(prepare, pets, tmp_path / "out", shard_size=4, mirror=True, images=True)
-    refused(again, f"teacher={pooled} then and None now")
-    refused(lambda: again(teacher=pooled, patch_size=4), "patch_size=8 then and 4 now")
+    refused(again, f"teacher was {pooled} and is now None")
+    refused(lambda: again(teacher=pooled, patch_size=4), "patch_size was 8 and is now 4")
 
 
 def test_unreadable_files_are_counted_listed_and_left_out(pets, tmp_path, capsys):
@@ -228,7 +228,7 @@ def test_labels_of_a_file_are_prepared_and_what_has_none_is_counted_and_named(pe
     printed = capsys.readouterr().out
     assert "1 of 10 images have no label and are left out: cat/0.png" in printed
     assert "1 labels have no image: 10" in printed
-    refused(lambda: prepare(pets, tmp_path / "out", labels="none"), "labels.csv then and none now")
+    refused(lambda: prepare(pets, tmp_path / "out", labels="none"), "labels.csv and is now none")
 
 
 @pytest.mark.parametrize(("name", "text"), [("ids/words.txt", WORDNET), ("LOC_synset_mapping.txt", KAGGLE)])
@@ -296,9 +296,9 @@ def test_a_finished_folder_is_left_alone_and_other_settings_are_refused(pets, tm
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
     prepare(pets, tmp_path / "out", shard_size=4)
     assert "already complete" in capsys.readouterr().out
-    refused(lambda: prepare(pets, tmp_path / "out", resolution=16, shard_size=4), "resolution=32 then and 16 now")
+    refused(lambda: prepare(pets, tmp_path / "out", resolution=16, shard_size=4), "resolution was 32 and is now 16")
     (pets / "emu" / "new.png").write_bytes(png(noise(32, 99)))
-    refused(lambda: prepare(pets, tmp_path / "out", shard_size=4), "what the source holds has changed")
+    refused(lambda: prepare(pets, tmp_path / "out", shard_size=4), "the content of the source has changed")
     assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
 
 

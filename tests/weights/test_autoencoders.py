@@ -181,7 +181,7 @@ def test_f16d32_has_the_keys_and_shapes_of_the_published_network():
 
 
 def test_vavae_has_a_scale_only_by_the_statistics_beside_it_or_by_the_latents_record(vavae, tmp_path):
-    with pytest.raises(ValueError, match="does not say how its latents are scaled: put its latents_stats.pt next"):
+    with pytest.raises(ValueError, match="does not record how its latents are scaled: put its latents_stats.pt next"):
         autoencoders.load_autoencoder(str(vavae))
     alone = shutil.copy(vavae, tmp_path / "vavae.pt")
     mean, std = torch.linspace(-1, 1, 8), torch.linspace(0.5, 2, 8)
@@ -252,7 +252,7 @@ def test_latents_are_undone_by_their_record_and_not_by_another_autoencoders_scal
     assert (loaded.decode(latents).int() - by_hand.int()).abs().max() <= 1
     tiny = make_network("tiny", tmp_path / "tiny")
     assert decoder_of(tiny, (4, 4, 4), Convention(0.18215)).convention == Convention()  # it takes scaled latents
-    with pytest.raises(ValueError, match="is an AutoencoderTiny, for latents with one scale"):
+    with pytest.raises(ValueError, match="is an AutoencoderTiny, which needs latents with one scale"):
         decoder_of(tiny, (4, 4, 4), Convention(0.5, 0.0, (0.0,) * 4, (1.0,) * 4))
 
 
@@ -290,9 +290,9 @@ def test_a_custom_decoder_gets_the_autoencoders_latents_and_returns_pixels(own):
     latents = torch.linspace(-1, 1, 2 * 4 * 16).view(2, 4, 4, 4)
     expected = pixels_to_images(Bright()(latents / 2 + 0.25))
     for name in own:
-        loaded = decoder_of(name, convention=Convention(2.0, 0.25), asked=True)
+        loaded = decoder_of(name, convention=Convention(2.0, 0.25), trusted=True)
         assert torch.equal(loaded.decode(latents), expected) and (loaded.channels, loaded.downsample) == (4, 2)
-        assert torch.equal(decoder_of(name, asked=True).decode(latents), pixels_to_images(Bright()(latents)))
+        assert torch.equal(decoder_of(name, trusted=True).decode(latents), pixels_to_images(Bright()(latents)))
         with pytest.raises(ValueError, match="can only decode"):
             autoencoders.load_autoencoder(name)
 
@@ -327,20 +327,20 @@ def test_what_runs_code_is_loaded_only_where_the_user_names_it(own, tmp_path):
 ])  # fmt: skip
 def test_a_file_that_is_no_decoder_raises_a_one_line_error(own, name, sentence):
     with pytest.raises(ValueError, match=sentence):
-        decoder_of(name, asked=True)
+        decoder_of(name, trusted=True)
 
 
 def test_the_example_of_a_decoder_is_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(ROOT / "examples" / "own_decoder.py"), run_name="own_decoder")
-    assert decoder_of("own.pt", asked=True).decode(torch.ones(1, 4, 4, 4)).shape == (1, 32, 32, 3)
+    assert decoder_of("own.pt", trusted=True).decode(torch.ones(1, 4, 4, 4)).shape == (1, 32, 32, 3)
 
 
 # ---- bad files ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("changes, sentence", [
-    ({"_class_name": "os.system"}, "is of os.system, and only AutoencoderKL, .* are read"),
+    ({"_class_name": "os.system"}, "has the class os.system, but only AutoencoderKL, .* can be read"),
     ({"latents_mean": [0.0] * 5}, "latents_mean has 5 numbers and latents_std 0"),
     ({"latents_mean": [0.0] * 4, "latents_std": [1.0] * 4}, "have 4 numbers each, but the latents have 5 channels"),
     ({"latents_mean": [0.0] * 5, "latents_std": [1.0, 0.0, 1.0, 1.0, 1.0]}, "are not all numbers above 0"),
@@ -469,4 +469,4 @@ def test_a_damaged_torchscript_decoder_raises_a_one_line_error(tmp_path):
     with zipfile.ZipFile(tmp_path / "decoder.pt", "w") as archive:
         archive.writestr("decoder/code/a.py", "")
     with pytest.raises(ValueError, match="decoder.pt is not a complete TorchScript file"):
-        autoencoders.load_decoder(str(tmp_path / "decoder.pt"), (4, 8, 8), None, asked=True)
+        autoencoders.load_decoder(str(tmp_path / "decoder.pt"), (4, 8, 8), None, trusted=True)
