@@ -88,11 +88,11 @@ class DiT(nn.Module):
 
     input_size is the side of the latent and must be a multiple of patch_size. `routes` are the routes the network is
     meant to train with. They are checked and kept in `self.routes`, and each call says whether it uses them. `init`
-    is "adaln_zero" (each block starts as the identity, as DiT) or "xavier" (the modulation and output layers are not
-    zeroed: what the official TREAD code does in effect). `block` is a name of blocks.BLOCKS, and qk_norm normalises
-    the queries and keys of its attention. `router` chooses the tokens; without one, at random. Without a `null_label`
-    the table of labels has no row for guidance by the label. Raises ValueError for sizes that do not divide and for
-    routes that do not fit (see `resolve_routes`).
+    is "adaln_zero" (each block starts as the identity, as in DiT) or "xavier" (the modulation and output layers are not
+    zeroed, which is what the official TREAD code does in effect). `block` is a name in blocks.BLOCKS, and qk_norm
+    normalises the queries and keys of its attention. `router` chooses the tokens; the default chooses at random.
+    Without a `null_label`, the table of labels has no row for guidance by the label. Raises ValueError for sizes that
+    do not divide and for routes that do not fit (see `resolve_routes`).
     """
 
     def __init__(
@@ -178,12 +178,12 @@ class DiT(nn.Module):
         `routes` are resolved routes, as in `self.routes`. Without them every token passes through every block. The
         routed tokens are sampled here, or decided by mask_noise (B, len(routes), N) (see `Router.get_mask`).
         """
-        # In this order the sum is laid out as pos_embed is, contiguous, and block 0 meets no strides of its own.
+        # In this order the sum has pos_embed's contiguous layout, so block 0 gets the same strides as other blocks.
         x = self.pos_embed + self.x_embedder(x)                                                   # (B, N, D)
         c = self.t_embedder(t) + self.y_embedder(y)                                               # (B, D)
         raster = torch.arange(x.shape[1], device=x.device).unsqueeze(0)                           # (1, N)
-        before = {}                                      # by the first block of a stretch, the tokens before it
-        for blocks, r, route in stretches(self.router.taken(routes, self.routes), len(self.blocks)):
+        before = {}                                      # the first block of a stretch -> the tokens before it
+        for blocks, r, route in stretches(self.router.active_routes(routes, self.routes), len(self.blocks)):
             before[blocks.start] = x
             if route is None:
                 x = self.through(blocks, x, c, raster)                                            # (B, N, D)
@@ -205,9 +205,9 @@ DiT_models = {
 def multiply_adds(net: DiT, routes: tuple[Route, ...] = ()) -> tuple[int, int]:
     """Counts the multiply-adds of one forward pass of one sample: those of the linear layers, and those of attention.
 
-    The patch embedding and Mamba's convolution count as linear, Mamba's scan in its plain form as attention; cumulative
-    sums, as RWKV's, and what is done to each number alone do not count. torch's flop counter counts on shapes alone,
-    and two FLOPs a multiply-add.
+    The patch embedding and Mamba's convolution count as linear, and Mamba's scan in its plain form as attention.
+    Cumulative sums, as in RWKV, and elementwise operations do not count. torch's FLOP counter needs only shapes, and
+    counts two FLOPs for each multiply-add.
     """
     x = torch.empty(1, net.in_channels, net.input_size, net.input_size, device="meta")
     t, y = torch.empty(1, device="meta"), torch.empty(1, dtype=torch.int64, device="meta")
@@ -221,7 +221,7 @@ def multiply_adds(net: DiT, routes: tuple[Route, ...] = ()) -> tuple[int, int]:
 
 
 def depth_of(state_dict: Mapping[str, Tensor], blocks: str) -> int:
-    """Counts the blocks in a state dict, `<blocks>.<i>.…`; raises ValueError where their numbers leave some out."""
+    """Counts the blocks in a state dict, `<blocks>.<i>.…`; raises ValueError if some numbers are missing."""
     found = {int(key.split(".")[1]) for key in state_dict if key.startswith(f"{blocks}.")}
     if found != {*range(len(found))} or not found:
         raise ValueError(f"its {blocks} are not numbered 0, 1, 2 …")
@@ -231,12 +231,12 @@ def depth_of(state_dict: Mapping[str, Tensor], blocks: str) -> int:
 def infer_architecture(
     state_dict: Mapping[str, Tensor], num_heads: int | None = None, num_classes: int | None = None,
 ) -> dict:
-    """Reads a DiT's constructor arguments off the shapes of its weights, for files that come without a config.
+    """Infers a DiT's constructor arguments from the shapes of its weights, for files without a config.
 
-    The number of heads cannot be read from the shapes. Unless given, it is that of the published size with this width
-    and depth. The last label is the null label, unless `num_classes` or a table of one row says that there is none.
-    Raises ValueError where the weights are not a DiT's, where they fuse a route, or where their size is not a published
-    one and num_heads is None.
+    The number of heads cannot be inferred from the shapes; the default is that of the published size with this width
+    and depth. The last label is the null label, unless `num_classes` or a table of one row shows that there is none.
+    Raises ValueError if the weights are not a DiT's, if they fuse a route, or if their size is not a published one and
+    num_heads is None.
     """
     if "router.fusion.weight" in state_dict:
         raise ValueError("These weights are of model=sprint, but do not say where its route begins and ends: load them "

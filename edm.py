@@ -24,11 +24,11 @@ class EDM:
         self.P_mean, self.P_std, self.sigma_data = P_mean, P_std, sigma_data
 
     def draw_sigma(self, count: int, device: torch.device) -> Tensor:
-        """Draws noise levels (count,) for training."""
+        """Samples noise levels (count,) for training."""
         return (self.P_mean + self.P_std * torch.randn(count, device=device)).exp()
 
     def draw(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Draws noise levels (B,) and unit noise like x (B, C, h, w), as `loss` takes them."""
+        """Samples noise levels (B,) and unit noise like x (B, C, h, w), as `loss` takes them."""
         return self.draw_sigma(len(x), x.device), torch.randn_like(x)
 
     def preconditioning(self, sigma: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -58,10 +58,10 @@ class EDM:
     ) -> Tensor:
         """Returns each sample's denoising loss (B,), a mean over channels and pixels with weight 1/c_out² (Eq. 8).
 
-        x is (B, C, h, w) float32 and y (B,); sigma (B,) and unit noise eps like x are drawn where they are not given.
+        x is (B, C, h, w) float32 and y (B,); sigma (B,) and unit noise eps like x are sampled if they are None.
         `weight` (B or 1, 1, h, w) multiplies the squared error. The mean is still over all pixels, not divided by the
-        weights' sum, so a pixel counts the same in every image, and an image of zero weights divides by no zero.
-        mask_noise (B, len(routes), N) decides the masks; without it the network draws them.
+        weights' sum. So a pixel counts the same in every image, and an image of zero weights causes no division by 0.
+        mask_noise (B, len(routes), N) decides the masks; without it the network samples them.
         """
         if sigma is None:
             sigma = self.draw_sigma(x.shape[0], x.device)
@@ -83,8 +83,8 @@ class EDM:
     ) -> Tensor:
         """Turns unit noise (B, C, h, w) into latents (B, C, h, w) float32 by Heun's method with churn (Algorithm 2).
 
-        Takes 2·num_steps - 1 network evaluations. The state is float64, as the steps near sigma_min are small against
-        the state at sigma_max. `randn_like` draws the noise of churn.
+        Takes 2·num_steps - 1 network evaluations. The state is float64, because steps near sigma_min are small compared
+        with the state at sigma_max. `randn_like` samples the noise of churn.
         """
         D = (guidance or UNGUIDED).guide(self.denoise, net, noise, y, num_steps)
         # The time grid stays on the host: comparing or reading it never waits for the device.
@@ -104,7 +104,7 @@ class EDM:
             # Euler, from t_hat to t_next.
             d_cur = (x_hat - D(x_hat, t_hat, i).double()) / t_hat
             x_next = x_hat + (t_next - t_hat) * d_cur
-            # Heun's correction, except into t = 0, where the slope has no value.
+            # Heun's correction, except in the step to t = 0, where the slope is undefined.
             if i < num_steps - 1:
                 d_prime = (x_next - D(x_next, t_next, i).double()) / t_next
                 x_next = x_hat + (t_next - t_hat) * (d_cur + d_prime) / 2
@@ -138,7 +138,7 @@ class DDPM(EDM):
     ) -> Tensor:
         """Turns unit noise (B, C, h, w) into latents (B, C, h, w) float32.
 
-        `solver` is "heun", `EDM.sample`, or "ancestral", `sample_ancestral`, which ignores sigma_min … S_noise.
+        `solver` is "heun" (`EDM.sample`) or "ancestral" (`sample_ancestral`, which ignores sigma_min … S_noise).
         """
         if solver not in ("heun", "ancestral"):
             raise ValueError(f"solver={solver} is neither heun nor ancestral.")
@@ -148,7 +148,7 @@ class DDPM(EDM):
                               guidance, randn_like)
 
     def predict(self, net: nn.Module, x: Tensor, sigma: Tensor, y: Tensor, routes: tuple[Route, ...] = ()) -> Tensor:
-        """Estimates eps and where its variance lies in its range, -1 … 1: (B, 2C, h, w) float32.
+        """Estimates eps, and where the variance lies in its range from -1 to 1: (B, 2C, h, w) float32.
 
         x is a state of variance 1, sqrt(abar)·x_0 + sqrt(1 - abar)·eps. Raises ValueError for a network without
         variances.
@@ -165,24 +165,24 @@ class DDPM(EDM):
     ) -> Tensor:
         """Turns unit noise into latents through x_{t-1} ~ p(x_{t-1} | x_t) (DDPM, arXiv 2006.11239, Algorithm 2).
 
-        The steps are num_steps of the 1000, evenly spaced, and the variance lies between the posterior's and beta, in
-        logarithms (iDDPM, arXiv 2102.09672, Eq. 15); latents are not clipped. `randn_like` draws the noise of each
-        step but the last. Raises ValueError for more steps than there are.
+        It takes num_steps of the 1000 steps, evenly spaced. The log variance lies between those of the posterior and of
+        beta (iDDPM, arXiv 2102.09672, Eq. 15), and latents are not clipped. `randn_like` samples the noise of each step
+        except the last. Raises ValueError for more steps than there are.
         """
         if num_steps > len(self.sigmas):
-            raise ValueError(f"num_steps={num_steps}: solver=ancestral visits some of {len(self.sigmas)} noise levels, "
-                             f"each once: set num_steps={len(self.sigmas)} or fewer, or sampler.solver=heun.")
+            raise ValueError(f"num_steps={num_steps}, but solver=ancestral visits {len(self.sigmas)} noise levels, "
+                             f"each at most once: set num_steps={len(self.sigmas)} or fewer, or sampler.solver=heun.")
         model = (guidance or UNGUIDED).guide(self.predict, net, noise, y, num_steps)
         stride = (len(self.sigmas) - 1) / max(1, num_steps - 1)
         steps = [round(step) for step in accumulate(repeat(stride, num_steps - 1), initial=0.0)]
-        abar = [1.0, *self.alphas_cumprod[steps].tolist()]  # from the data on
+        abar = [1.0, *self.alphas_cumprod[steps].tolist()]  # from data to noise
 
         x_prev = noise.double()
         for i in range(num_steps, 0, -1):
             x, alpha, beta = x_prev, abar[i] / abar[i - 1], 1 - abar[i] / abar[i - 1]
             eps, share = model(x, self.sigmas[steps[i - 1]].item(), num_steps - i).double().chunk(2, dim=1)
             x_0 = x / math.sqrt(abar[i]) - math.sqrt(1 / abar[i] - 1) * eps
-            # The posterior's mean and, but into the data, noise of the variance that the network predicts.
+            # The posterior's mean and, except in the last step, noise with the variance that the network predicts.
             x_prev = math.sqrt(abar[i - 1]) * beta / (1 - abar[i]) * x_0
             x_prev = x_prev + math.sqrt(alpha) * (1 - abar[i - 1]) / (1 - abar[i]) * x
             if i > 1:

@@ -1,7 +1,7 @@
 """Guidance: extrapolate from a weak prediction to a strong one, weak + scale · (strong - weak).
 
-A setting chooses how the weak prediction is weakened: no label (classifier-free guidance), fewer tokens (TREAD
-guidance, SG), a worse network (AutoGuidance), or several of these, and at which noise levels.
+The settings choose what makes the weak prediction weak: no label (classifier-free guidance), fewer tokens (TREAD
+guidance, SG), a worse network (AutoGuidance), or several of these. They also choose the guided noise levels.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from routing_module import Route, resolve_routes
 
-Gamma = float | tuple[float, float]  # a selection ratio, or its first and last value, on a cosine over sampling
+Gamma = float | tuple[float, float]  # a selection ratio, or the first and last one of a cosine schedule
 
 
 def ends(ratio: Gamma) -> tuple[float, float]:
@@ -24,26 +24,26 @@ def ends(ratio: Gamma) -> tuple[float, float]:
 
 
 def ratio_at(ratio: Gamma, progress: float) -> float:
-    """Returns the selection ratio at a share `progress` in [0, 1] of the sampler's steps."""
+    """Returns the selection ratio after a fraction `progress` in [0, 1] of the sampler's steps."""
     start, end = ends(ratio)
     return start + (end - start) * (1 - math.cos(math.pi * progress)) / 2
 
 
 @dataclass(frozen=True)
 class Guidance:
-    """A way to guide, which any sampler takes as `guidance=`; `Guidance(scale=1.5)` is classifier-free guidance.
+    """Guidance settings, which any sampler takes as `guidance=`; `Guidance(scale=1.5)` is classifier-free guidance.
 
     scale       1 is the strong prediction alone and costs one pass
     gamma1      selection ratio of the strong pass, a number or a pair (first, last) of a cosine schedule
     gamma2      selection ratio of the weak pass, in the same forms; at 1 it skips the blocks of the routes
     drop_label  whether the weak pass sees the null label
     net2        the weak network, if it is a different one (AutoGuidance)
-    interval    the lowest and the highest noise level (sigma of EDM, t of flow matching) outside which only the
-                strong pass runs; None: both run everywhere
-    routes      where tokens are routed and rejoin (their ratios are not used); None: the routes of each network
-    channels    how many channels are guided, the first ones; the others are the strong pass's (3 in the code of DiT,
-                SiT and LightningDiT); None: all
-    internal    whether the weak prediction is that of the network's internal head, in the strong pass
+    interval    the lowest and the highest noise level (EDM's sigma, flow matching's t) with both passes; outside it
+                only the strong pass runs; None: both run everywhere
+    routes      where tokens are routed and rejoin (their ratios are not used); None: each network's own routes
+    channels    how many leading channels are guided (3 in the code of DiT, SiT and LightningDiT); the others come
+                from the strong pass; None: all are guided
+    internal    whether the weak prediction comes from the network's internal head, in the strong pass
 
     Classifier-free guidance: Ho & Salimans, arXiv 2207.12598. By selection ratios: arXiv 2601.01608 (SG).
     AutoGuidance: Karras et al., arXiv 2406.02507. Intervals: Kynkäänniemi et al., arXiv 2404.07724.
@@ -63,7 +63,7 @@ class Guidance:
     internal: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("gamma1", "gamma2", "interval"):  # a frozen value has no lists
+        for name in ("gamma1", "gamma2", "interval"):  # a frozen value should hold no lists
             if isinstance(value := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(value))
         ratios = ends(self.gamma1) + ends(self.gamma2)
@@ -75,9 +75,9 @@ class Guidance:
                              "its tokens: leave out weak, gamma1 and gamma2, and set drop_label=false.")
 
     def record(self) -> dict:
-        """Returns the settings as JSON gives them back, without the weak network, which only its owner can name.
+        """Returns the settings as JSON would restore them, without the weak network, whose path only the caller knows.
 
-        `channels` and `internal` are there where they are given, so that other records are what they were before.
+        `channels` and `internal` appear only if they are set, so that other records are the same as in older files.
         """
         record = {name: getattr(self, name) for name in ("scale", "gamma1", "gamma2", "drop_label", "interval")}
         record["routes"] = None if self.routes is None else [route.plain() for route in self.routes]
@@ -88,9 +88,9 @@ class Guidance:
         """Raises ValueError if `net` and the weak network do not support this guidance."""
         for name, gamma, network in (("gamma1", self.gamma1, net), ("gamma2", self.gamma2, self.net2 or net)):
             if self.routes is not None:
-                network.router.taken(resolve_routes(self.routes, len(network.blocks)), network.routes)
+                network.router.active_routes(resolve_routes(self.routes, len(network.blocks)), network.routes)
             if any(ends(gamma)) and not (network.routes if self.routes is None else self.routes):
-                raise ValueError(f"{name}={gamma} needs a network with a route, and this one has none: give one, as "
+                raise ValueError(f"{name}={gamma} needs a network with a route, and this one has none: set "
                                  f"routes='[{{start_layer_idx: 2, end_layer_idx: -4}}]', or choose guidance=cfg.")
         if self.internal and not hasattr(net, "internal_head"):
             raise ValueError("guidance=internal needs the intermediate head that objective=internal trains, but "
@@ -106,7 +106,7 @@ class Guidance:
                              f"strong one {shape_of(net)}: choose a checkpoint of the same data.")
 
     def routes_at(self, net: nn.Module, gamma: Gamma, progress: float) -> tuple[Route, ...]:
-        """Returns the routes of one pass; none at a ratio of 0, the dense network."""
+        """Returns the routes of one pass; () at a ratio of 0, which is the dense network."""
         ratio = ratio_at(gamma, progress)
         if not ratio:
             return ()
@@ -116,16 +116,16 @@ class Guidance:
     def guide(
         self, predict: Callable[..., Tensor], net: nn.Module, noise: Tensor, y: Tensor, num_steps: int,
     ) -> Callable[[Tensor, float, int], Tensor]:
-        """Guides `predict(net, x, t, y, routes)`, a diffusion's estimate, through one sampling of `num_steps` steps.
+        """Guides `predict(net, x, t, y, routes)`, a diffusion's estimate, for one sampler run of `num_steps` steps.
 
-        Returns a function of the state x (B, C, h, w), the noise level t and the step's index to the guided estimate,
-        shaped like x. Every evaluation within a step, and both passes, see the masks of that step. Passes that
-        share network and ratio run as one doubled batch. An internal head is evaluated in the strong pass. Raises
+        Returns a function that maps the state x (B, C, h, w), the noise level t and the step's index to the guided
+        estimate, shaped like x. All evaluations within a step, in both passes, use the same masks. Passes that share
+        network and ratio run as one doubled batch. An internal head is evaluated in the strong pass. Raises
         ValueError as `check` does.
         """
         self.check(net)
         net2 = net.internal_head.answer if self.internal else self.net2 or net
-        mask_noise_at = draws_of_masks(noise)
+        mask_noise_at = mask_noise_from(noise)
 
         def guided(x: Tensor, t: float, step: int) -> Tensor:
             def run(network: nn.Module, routes: tuple[Route, ...], x: Tensor, y: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ class Guidance:
                 strong, weak = run(net, routes1, torch.cat([x, x]), torch.cat([y, y2])).chunk(2)
             else:
                 strong, weak = run(net, routes1, x, y), run(net2, routes2, x, y2)
-            n = self.channels or x.shape[1]  # what a network predicts beside the state's channels is not guided
+            n = self.channels or x.shape[1]  # channels beyond those of the state are not guided
             return torch.cat([weak[:, :n] + self.scale * (strong[:, :n] - weak[:, :n]), strong[:, n:]], dim=1)
 
         return guided
@@ -154,14 +154,14 @@ class Guidance:
 UNGUIDED = Guidance(scale=1)
 
 
-def draws_of_masks(noise: Tensor) -> Callable[[int, int, int], Tensor]:
-    """Returns the uniform noise behind a sampling's masks, a function of each image's initial noise and of the step.
+def mask_noise_from(noise: Tensor) -> Callable[[int, int, int], Tensor]:
+    """Returns a function that makes the uniform noise for masks from each image's initial noise and the step.
 
-    So an image depends neither on its batch nor on the order of evaluations, and needs no seed beside its noise. The
+    So an image depends neither on its batch nor on the order of evaluations, and needs no seed but its noise. The
     function maps step, num_routes and num_tokens to (B, num_routes, num_tokens) float32 in [0, 1).
     """
     @cache
-    def seeds() -> list[int]:  # only where masks are drawn, since it brings the noise to the host
+    def seeds() -> list[int]:  # only if masks are sampled, since it copies the noise to the host
         digests = [hashlib.sha256(row.tobytes()).digest() for row in noise.float().cpu().numpy()]
         return [int.from_bytes(digest[:6]) for digest in digests]
 

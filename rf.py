@@ -19,15 +19,15 @@ from torch import Tensor, nn
 from guidance import UNGUIDED, Guidance
 from routing_module import Route
 
-LAST_STEP = 0.04      # noise level from which the SDE's last step goes, without noise
-LEAST_T = 0.05        # what CleanRF divides by at lower noise levels (JiT, arXiv 2511.13720)
+LAST_STEP = 0.04      # noise level at which the SDE's last step begins, which adds no noise
+LEAST_T = 0.05        # CleanRF divides by this at lower noise levels (JiT, arXiv 2511.13720)
 Shift = Annotated[float, Gt(0)] | Literal["size"] | None
 TimestepSampling = Literal["logit_normal", "uniform"]
 Solver = Literal["euler", "heun", "euler_maruyama"]
 
 
 def shifted(t: Tensor, shift: Shift, shape: torch.Size) -> Tensor:
-    """Moves noise levels t to s·t / (1 + (s - 1)·t), above s = 1 nearer to the noise (arXiv 2403.03206, Eq. 23).
+    """Moves noise levels t to s·t / (1 + (s - 1)·t), for s > 1 towards the noise (arXiv 2403.03206, Eq. 23).
 
     A shift of "size" is s = sqrt(C·h·w / 4096) for latents of `shape` (B, C, h, w) (arXiv 2512.12386), and None is 1.
     """
@@ -38,11 +38,11 @@ def shifted(t: Tensor, shift: Shift, shape: torch.Size) -> Tensor:
 class RF:
     """Noises a latent on the line z_t = (1 - t)·x + t·eps, and learns its velocity v = eps - x.
 
-    Noise levels are drawn as sigmoid(N(0, 1)), "logit_normal" (arXiv 2403.03206), or "uniform" in [0, 1), and moved by
-    `shift` (see `shifted`), which the sampler's steps follow unless it is given another. cosine_weight is that of a
-    second term of the loss, one minus the cosine of the angle between the velocities that are estimated and sought
-    (LightningDiT, arXiv 2501.01423). contrastive_weight is that of the squared distance from another sample's velocity,
-    which is subtracted (arXiv 2506.05350); at 1 the loss would have no minimum.
+    Noise levels are sampled as sigmoid(N(0, 1)), "logit_normal" (arXiv 2403.03206), or "uniform" in [0, 1), and moved
+    by `shift` (see `shifted`). The sampler's steps use the same shift by default. cosine_weight multiplies a second
+    term of the loss: one minus the cosine of the angle between estimated and true velocity (LightningDiT, arXiv
+    2501.01423). contrastive_weight multiplies the squared distance from another sample's velocity, which is subtracted
+    (arXiv 2506.05350); at 1 the loss would have no minimum.
     """
 
     def __init__(
@@ -53,20 +53,20 @@ class RF:
         self.contrastive_weight, self.shift = contrastive_weight, shift
 
     def draw_t(self, x: Tensor) -> Tensor:
-        """Draws noise levels (B,) for latents x (B, C, h, w) in training."""
+        """Samples noise levels (B,) for latents x (B, C, h, w) in training."""
         uniform = {"logit_normal": False, "uniform": True}[self.timestep_sampling]
         t = torch.rand(len(x), device=x.device) if uniform else torch.randn(len(x), device=x.device).sigmoid()
         return shifted(t, self.shift, x.shape)
 
     def draw(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Draws noise levels (B,) and unit noise like x (B, C, h, w), as `loss` takes them."""
+        """Samples noise levels (B,) and unit noise like x (B, C, h, w), as `loss` takes them."""
         return self.draw_t(x), torch.randn_like(x)
 
     def velocity(self, net: nn.Module, z: Tensor, t: Tensor, y: Tensor, routes: tuple[Route, ...] = ()) -> Tensor:
         """Estimates the velocity v (B, C, h, w) at states z and noise levels t (B,), in float32.
 
-        The network runs in the precision of the caller's autocast. One that has channels for variances too
-        (learn_sigma) returns 2C channels, of which the first C are v.
+        The network runs in the precision of the caller's autocast. A network that also predicts variances (learn_sigma)
+        returns 2C channels; the first C are v.
         """
         z = z.float()
         return net(z, t.float(), y, routes=routes)[:, : z.shape[1]].float()
@@ -82,14 +82,14 @@ class RF:
     ) -> Tensor:
         """Returns each sample's squared error of the velocity (B,), a mean over channels and pixels.
 
-        Added to it are cosine_weight times one minus the cosine over channels, a mean over pixels, and minus
-        contrastive_weight times the squared error of the velocity of the sample before (of the first one: the last).
-        x is (B, C, h, w) float32 and y (B,); t (B,) and unit noise eps like x are drawn where they are not given.
-        `weight` and `mask_noise` are those of `EDM.loss`. Raises ValueError for a contrast with a sample itself.
+        cosine_weight adds one minus the cosine over channels, a mean over pixels. contrastive_weight subtracts the
+        squared error against the velocity of the previous sample; the first sample is compared with the last one.
+        x is (B, C, h, w) float32 and y (B,); t (B,) and unit noise eps like x are sampled if they are None.
+        `weight` and `mask_noise` are as in `EDM.loss`. Raises ValueError for a contrast within a single sample.
         """
         if self.contrastive_weight and len(x) == 1:
-            raise ValueError(f"contrastive_weight={self.contrastive_weight} compares images of a rank's part of the "
-                             f"batch, which is only one: raise batch_size, or lower grad_accum_steps or the ranks.")
+            raise ValueError(f"contrastive_weight={self.contrastive_weight} compares images within a rank's part of "
+                             f"the batch, which has only one: raise batch_size, or lower grad_accum_steps or ranks.")
         if t is None:
             t = self.draw_t(x)
         if eps is None:
@@ -99,8 +99,8 @@ class RF:
         if mask_noise is not None:
             net = partial(net, mask_noise=mask_noise)
         v_hat, v = self.velocity(net, z, t, y, routes), self.target(x, eps, t_line)
-        # A network starts by answering 0, which has no direction. Below a length of 0.1 the cosine fades: else the
-        # first gradient would be of 1e7, and AdamW would remember it for hundreds of steps.
+        # A network's first prediction is 0, which has no direction. Below a length of 0.1 the cosine fades. Otherwise
+        # the first gradient would be about 1e7, and AdamW would remember it for hundreds of steps.
         angle = 1 - F.cosine_similarity(v_hat, v, dim=1, eps=0.1).unsqueeze(1)                   # (B, 1, h, w)
         error = (v_hat - v).square() + self.cosine_weight * angle
         error = error - self.contrastive_weight * (v_hat - v.roll(1, dims=0)).square()
@@ -114,10 +114,10 @@ class RF:
     ) -> Tensor:
         """Turns unit noise (B, C, h, w) into latents (B, C, h, w) float32 along t = 1 → 0.
 
-        `solver` is "euler", num_steps evaluations; "heun", 2·num_steps - 1: the last step is Euler's, as a network
-        has hardly been trained at t = 0; or "euler_maruyama", the SDE of `sample_euler_maruyama`, which alone draws
-        from `randn_like`. The steps are equal but for the `shift`, None being that of training (see `shifted`). The
-        state is float64, as in EDM's sampler.
+        `solver` is "euler" (num_steps evaluations), "heun" (2·num_steps - 1) or "euler_maruyama". Heun's last step is
+        Euler's, because a network has hardly been trained at t = 0. "euler_maruyama" is the SDE of
+        `sample_euler_maruyama`, the only solver that uses `randn_like`. The steps are equal except for `shift` (see
+        `shifted`); None is the shift of training. The state is float64, as in EDM's sampler.
         """
         if solver not in get_args(Solver):
             raise ValueError(f"solver={solver} is none of {', '.join(get_args(Solver))}.")
@@ -133,7 +133,7 @@ class RF:
             # Euler, from t_cur to t_next.
             v_cur = v(z_cur, t_cur, i).double()
             z_next = z_cur + (t_next - t_cur) * v_cur
-            # Heun's correction, except into t = 0.
+            # Heun's correction, except in the step to t = 0.
             if solver == "heun" and i < num_steps - 1:
                 v_prime = v(z_next, t_next, i).double()
                 z_next = z_cur + (t_next - t_cur) * (v_cur + v_prime) / 2
@@ -145,8 +145,8 @@ class RF:
     ) -> Tensor:
         """Turns unit noise into latents by the SDE dz = (v - t·s) dt + sqrt(2t) dW, whose score is s (SiT, Eq. 4).
 
-        num_steps - 1 equal steps lead from t = 1 to 0.04, and one of the drift alone to 0, as SiT and REPA publish. A
-        shift moves them all, as SR-DiT does. `randn_like` draws the noise of each step but the last.
+        num_steps - 1 equal steps lead from t = 1 to 0.04, and one step with drift only leads to 0, as in SiT and REPA.
+        A shift moves all of them, as in SR-DiT. `randn_like` samples the noise of each step except the last.
         """
         v = (guidance or UNGUIDED).guide(self.velocity, net, noise, y, num_steps)
         t_steps = torch.linspace(1, LAST_STEP, num_steps, dtype=torch.float64)
@@ -164,10 +164,10 @@ class RF:
 
 
 class CleanRF(RF):
-    """Flow matching whose network predicts the clean latent; the loss is still of its velocity (JiT, arXiv 2511.13720).
+    """Flow matching whose network predicts the clean latent, with a loss on the velocity (JiT, arXiv 2511.13720).
 
-    On the line, v = (z - x) / t. Below t = 0.05 both the estimate and what is sought are divided by 0.05, so that the
-    loss does not grow without bounds.
+    On the line, v = (z - x) / t. Below t = 0.05 the estimate and the target are both divided by 0.05, so that the loss
+    does not grow without bounds.
     """
 
     def velocity(self, net: nn.Module, z: Tensor, t: Tensor, y: Tensor, routes: tuple[Route, ...] = ()) -> Tensor:
@@ -194,7 +194,7 @@ def sample_tread(
 
 
 if __name__ == "__main__":
-    # The command's own lines are sampling's, which knows every diffusion; a network's science imports none of that.
+    # The command lives in sample.py, which knows every diffusion. The modules of the method do not import it.
     import sample
 
     sample.compare_guided()

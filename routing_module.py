@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool2d
 
-Selection = Literal["random", "grid", "l1"]     # of the tokens that are kept, see `Router`
+Selection = Literal["random", "grid", "l1"]     # how the kept tokens are chosen, see `Router`
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,10 @@ class Route:
     """A share of the tokens skips blocks start_layer_idx..end_layer_idx, both inclusive.
 
     Before block `start_layer_idx`, `selection_ratio` of the tokens are routed. After block `end_layer_idx` they rejoin
-    at their positions with the value they had before block `return_from`. None is the start, so they return unchanged.
-    Negative indices count from the last block. In the recipe of the paper's first version x_T is 1, and a token rejoins
-    as x_T · (its value before block 0) + x_D_last · (its value before block `return_from`). In a share `path_drop` of
-    the samples, or with drop_batch of the batches, all tokens return as if they had been routed.
+    at their positions with the value they had before block `return_from`. None means the start, so that they return
+    unchanged. Negative indices count from the last block. In the recipe of the paper's first version x_T is 1, and a
+    token rejoins as x_T · (its value before block 0) + x_D_last · (its value before block `return_from`). In a fraction
+    `path_drop` of the samples (of the batches with drop_batch), all tokens return as if they had been routed.
     """
 
     start_layer_idx: int
@@ -50,18 +50,18 @@ class Route:
         return (self.x_T, self.x_D_last, self.return_from) == (0, 1, None)
 
     def returning(self, before: Mapping[int, Tensor]) -> Tensor:
-        """Returns what tokens rejoin with (B, N, D), of their values `before` blocks, by the block's index."""
+        """Returns the values (B, N, D) that tokens rejoin with; `before[i]` are all tokens before block i."""
         left = before[self.start_layer_idx if self.return_from is None else self.return_from]
         return left if (self.x_T, self.x_D_last) == (0, 1) else self.x_T * before[0] + self.x_D_last * left
 
     def draw_dropped(self, count: int, device: torch.device) -> tuple[Tensor, ...]:
-        """Draws the samples whose path is dropped, (count or 1,) bool, for `end_route`; nothing without path drop."""
+        """Samples for `end_route` whether each path is dropped, (count or 1,) bool; () without path drop."""
         if not self.path_drop:
             return ()
         return (torch.rand(1 if self.drop_batch else count, device=device) < self.path_drop,)
 
     def plain(self) -> dict:
-        """Returns the keywords that make the route, without those at their default, for a record."""
+        """Returns the route's keywords for a record, without those at their default."""
         return {part.name: value for part in fields(self) if (value := getattr(self, part.name)) != part.default}
 
 
@@ -73,8 +73,8 @@ def resolve_routes(routes: Iterable[Route], depth: int) -> tuple[Route, ...]:
     """
     resolved = []
     for route in routes:
-        given = (route.start_layer_idx, route.end_layer_idx, route.return_from)
-        start, end, source = (i + depth if i is not None and i < 0 else i for i in given)
+        indices = (route.start_layer_idx, route.end_layer_idx, route.return_from)
+        start, end, source = (i + depth if i is not None and i < 0 else i for i in indices)
         for is_right, rule in (
             (0 <= start < depth and 0 <= end < depth, f"leaves it: indices lie in [{-depth}, {depth - 1}]"),
             (start <= end, f"runs backwards, from block {start} to block {end}"),
@@ -109,9 +109,9 @@ def describe_routes(routes: Iterable[Route]) -> str:
 class RouteSchedule:
     """The routes of each step of training, a function of (seed, step): the same on all ranks and after resuming.
 
-    A run starts with `routes`, and from the step of each of `changes` on uses the routes of that change. Before step
-    `dense_before` (on-ramp) and from step `dense_after` on (off-ramp) the selection ratio is 0, as it is for a change
-    to no routes; path drop continues. With `selection_ratios` each step samples one of them for all its routes. Raises
+    A run starts with `routes`, and each of `changes` replaces them from its step on. The selection ratio is 0 before
+    step `dense_before` (on-ramp) and from step `dense_after` on (off-ramp), but path drop continues. A change to no
+    routes has the same effect. With `selection_ratios` each step samples one of them for all its routes. Raises
     ValueError for changes that are not in order of their steps.
     """
 
@@ -123,11 +123,11 @@ class RouteSchedule:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        self.phases  # noqa: B018, as it raises
+        self.phases  # noqa: B018, raises for a wrong order
 
     @cached_property
     def phases(self) -> dict[int, tuple[tuple[Route, ...], ...]]:
-        """The routes among which a step samples, by the first step of each phase."""
+        """The routes that a step chooses from, by the first step of each phase."""
         def at_ratio(routes: tuple[Route, ...], ratio: float) -> tuple[Route, ...]:
             return tuple(replace(route, selection_ratio=ratio) for route in routes)
 
@@ -169,15 +169,15 @@ class RouteSchedule:
         return "; ".join((f"from step {start} on " if start else "") + self.describe(start) for start in self.phases)
 
 
-def stretches(taken: Mapping[int, Route], depth: int) -> Iterator[tuple[range, int | None, Route | None]]:
-    """Cuts blocks 0 .. depth - 1, in order, into those of a route and those between routes.
+def stretches(active: Mapping[int, Route], depth: int) -> Iterator[tuple[range, int | None, Route | None]]:
+    """Splits blocks 0 .. depth - 1, in order, into stretches on a route and stretches between routes.
 
-    Yields the blocks of a stretch, and the number and the route of `taken` that lead around them, or None and None. Off
-    the routes a new stretch begins wherever some route returns from, too; a route that all tokens take has no blocks.
-    Raises ValueError for a route that `resolve_routes` has not brought to a network of `depth` blocks.
+    Yields the blocks of each stretch with the number and the route from `active`, or None and None between routes. A
+    new stretch also begins at each block that a route returns from. If a route's selection ratio is 1, its stretch has
+    no blocks. Raises ValueError for a route that `resolve_routes` has not resolved for `depth` blocks.
     """
     cuts, starting = {0, depth}, {}
-    for r, route in taken.items():
+    for r, route in active.items():
         start, end = route.start_layer_idx, route.end_layer_idx
         source = start if route.return_from is None else route.return_from
         if not 0 <= source <= start <= end < depth:
@@ -192,10 +192,10 @@ def stretches(taken: Mapping[int, Route], depth: int) -> Iterator[tuple[range, i
 
 @dataclass(eq=False)
 class Router:
-    """Chooses the tokens that are kept, takes them out, and puts them back. It has no parameters and no state.
+    """Chooses the tokens that are kept, extracts them, and puts them back. It has no parameters and no state.
 
     `selection` is "random"; "grid", which keeps one token of each 2 × 2 neighbours before it keeps a second of any; or
-    "l1", where a share `l1_reg` in [0, 1] of a token's score is its L1 norm and the rest uniform noise. "l1" keeps
+    "l1", where a fraction `l1_reg` in [0, 1] of a token's score is its L1 norm and the rest uniform noise. "l1" keeps
     tokens of large norm, or with `inverse` those of small norm. Raises ValueError for other values.
     """
 
@@ -211,13 +211,13 @@ class Router:
                              f"score, and the rest is noise.")
 
     def check(self, routes: tuple[Route, ...], grid_size: float) -> None:
-        """Raises ValueError if it cannot route the tokens of a square grid on the routes of a network."""
+        """Raises ValueError if it cannot route a square grid of tokens on these routes."""
         if self.selection == "grid" and grid_size % 2:
             raise ValueError(f"selection=grid chooses among groups of 2 × 2 tokens of a square, and there are "
                              f"{grid_size**2:.0f} tokens: set selection=random, or another patch size or resolution.")
 
-    def taken(self, routes: tuple[Route, ...], own: tuple[Route, ...]) -> dict[int, Route]:
-        """Returns those of a call's routes that some token takes, by number; `own` are the network's routes."""
+    def active_routes(self, routes: tuple[Route, ...], own: tuple[Route, ...]) -> dict[int, Route]:
+        """Returns the routes of a call that affect any token, by number; `own` are the network's routes."""
         return {r: route for r, route in enumerate(routes) if route.selection_ratio > 0 or route.path_drop > 0}
 
     def get_mask(
@@ -227,9 +227,9 @@ class Router:
 
         x is (B, N, D); the result is ids_keep (B, K) int64 with K = N - int(N * selection_ratio), ascending, so that
         raster order is preserved. If all tokens are kept, nothing is sampled. `noise` (B, N) float32, uniform in [0,
-        1), decides instead of new random numbers: the tokens of its K lowest values are kept. So with the same noise, a
-        higher ratio keeps a subset of the tokens of a lower one.
-        Tokens where keep_mask (B, N) bool is True are kept in any case, as are those of negative noise (see `keep`).
+        1), replaces new random numbers: the tokens with its K lowest values are kept. So with the same noise, a higher
+        ratio keeps a subset of the tokens that a lower ratio keeps.
+        Tokens where keep_mask (B, N) bool is True are always kept, as are those with negative noise (see `keep`).
         K does not change. Raises ValueError for a keep_mask on the CPU with more than K tokens in a sample. On a GPU
         the check would make the step wait, so there the surplus tokens are routed.
         """
@@ -250,11 +250,11 @@ class Router:
         return score.argsort(dim=1)[:, :num_keep].sort(dim=1).values
 
     def keep(self, noise: Tensor, keep_mask: Tensor) -> Tensor:
-        """Lowers the noise of tokens that must be kept below 0, and so below that of all others."""
+        """Lowers the noise of tokens that must be kept below 0, and so below the noise of all others."""
         return torch.where(keep_mask, noise - 1, noise)
 
     def score(self, x: Tensor, noise: Tensor) -> Tensor:
-        """Returns a number for each token (B, N); those of the lowest are kept, after those whose noise is negative."""
+        """Returns a score for each token (B, N); the lowest are kept, after the tokens whose noise is negative."""
         if self.selection == "random":
             return noise
         if self.selection == "grid":
@@ -265,23 +265,23 @@ class Router:
         return (1 - self.l1_reg) * noise + self.l1_reg * (norm if self.inverse else 1 - norm)
 
     def start_route(self, x: Tensor, ids_keep: Tensor) -> Tensor:
-        """Takes the kept tokens out: (B, N, D) and ids (B, K) to (B, K, D)."""
+        """Extracts the kept tokens: (B, N, D) and ids (B, K) to (B, K, D)."""
         return x.gather(1, ids_keep.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
 
     def end_route(
         self, x_kept: Tensor, ids_keep: Tensor, original_x: Tensor, dropped: Tensor | None = None,
     ) -> Tensor:
-        """Puts the kept tokens (B, K, D) back among those that skipped, which keep their value in original_x (B, N, D).
+        """Puts the kept tokens (B, K, D) back among the routed ones, whose values are those in original_x (B, N, D).
 
-        In the samples of `dropped` (B or 1,) bool, all tokens keep that value; only a route with path drop passes it.
-        The gradient of a routed token flows through this identity path.
+        In samples where `dropped` (B or 1,) bool is True, all tokens have the values in original_x; it is for routes
+        with path drop. The gradient of a routed token flows through this identity path.
         """
         x = original_x.scatter(1, ids_keep.unsqueeze(-1).expand(-1, -1, x_kept.shape[-1]), x_kept)
         return x if dropped is None else torch.where(dropped.view(-1, 1, 1), original_x, x)
 
 
 def kept_tokens(masks: Tensor, patch_size: int) -> Tensor:
-    """Returns which tokens masks (B, 1, h, w) keep, those over whose patch their mean is above 0.5: (B, N) bool."""
+    """Returns (B, N) bool: True for tokens where the mean of masks (B, 1, h, w) over the patch is above 0.5."""
     return avg_pool2d(masks, patch_size).flatten(1) > 0.5
 
 

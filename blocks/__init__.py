@@ -1,13 +1,13 @@
-"""What the frame of dit.py is filled with: the block of DiT (arXiv 2212.09748) and that of LightningDiT (2501.01423).
+"""The blocks that dit.py builds a network from, such as DiT's (arXiv 2212.09748) and LightningDiT's (2501.01423).
 
 A block is an nn.Module, `Block(hidden_size, num_heads, mlp_ratio, grid_size, qk_norm)`. Its forward maps tokens x
 (B, K, D), the condition c (B, D) and the tokens' places in raster order, positions (1 or B, K) int64, to tokens
-(B, K, D). On a route K is smaller than grid_size², and positions are those of the kept tokens. It raises ValueError for
-settings that it does not have, as `refuse_qk_norm` does. examples/custom_block.py is a complete one.
+(B, K, D). On a route K is smaller than grid_size², and positions are those of the kept tokens. A block raises
+ValueError for settings that it does not support, as `refuse_qk_norm` does. See examples/custom_block.py.
 
-Two parts are optional. `adaLN_modulation` is a Sequential that makes shifts, scales and gates of c; with
-init=adaln_zero its last layer begins at zero. To recognise weights without a record, a block's kind has a
-`mark`, and the block `read_mlp_ratio(weights, hidden_size)`, of the weights of one block by name.
+Two parts are optional. `adaLN_modulation` is a Sequential that computes shifts, scales and gates from c; with
+init=adaln_zero its last layer begins at zero. To recognise weights without a record, a block's kind has a `mark`, and
+the block has `read_mlp_ratio(weights, hidden_size)`, which receives one block's weights by name.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from blocks.transformer import LAYER_NORM, RMS_NORM, DiTBlock, LightningBlock
 
 @dataclass(frozen=True)
 class BlockKind:
-    """What a name of a block stands for."""
+    """The kind of block that a name in BLOCKS stands for."""
 
     block: type[nn.Module]
     norm: Callable[[int], nn.Module] = LAYER_NORM   # of the final layer, from its width
@@ -39,7 +39,7 @@ WIDTHS = {
 
 
 def sizes(family: str, *names: str) -> dict[str, dict]:
-    """Spells out "B/2", width and patch size, as the keywords of a network, by its whole name."""
+    """Maps full names, such as "DiT-B/2" (width and patch size), to the keywords of a network."""
     pairs = {name: name.split("/") for name in names}
     return {f"{family}-{name}": {**WIDTHS[width], "patch_size": int(patch)} for name, (width, patch) in pairs.items()}
 
@@ -49,7 +49,7 @@ BLOCKS = {
                      sizes("DiT", *(f"{width}/{patch}" for width in WIDTHS for patch in (2, 4, 8)))),
     "lightning": BlockKind(LightningBlock, RMS_NORM, "mlp.w12.weight",
                            sizes("LightningDiT", "B/1", "B/2", "L/2", "XL/1", "XL/2")),
-    # Of the paper's two counts of parameters; which width and depth stand behind them it does not say.
+    # These match the paper's two parameter counts; the paper does not state width and depth.
     "mamba": BlockKind(MambaBlock, LAYER_NORM, "mixer.A_log",
                        {"Mamba-B/2": dict(depth=20, hidden_size=768, num_heads=24, patch_size=2)}),  # 111M
     "rwkv": BlockKind(RWKVBlock, LAYER_NORM, "spatial_mix.decay",

@@ -11,8 +11,8 @@ from routing_module import Route, Router
 class FusingRouter(Router, nn.Module):
     """A router whose tokens rejoin through a linear layer, in dense passes too; its network has one route.
 
-    All tokens go around the route. Out of it come the kept ones, and a fixed random mask token in the places of the
-    others; the layer fuses the two values of each place.
+    All tokens bypass the route. Its output has the kept tokens, and a fixed random mask token in the other positions.
+    The layer fuses the two values at each position.
     """
 
     def __init__(self, hidden_size: int, selection: str = "random", l1_reg: float = 0.5, inverse: bool = False):
@@ -27,10 +27,10 @@ class FusingRouter(Router, nn.Module):
                              f"{len(routes)} routes: give one in model.routes, or set model.fusion=false.")
         super().check(routes, grid_size)
 
-    def taken(self, routes: tuple[Route, ...], own: tuple[Route, ...]) -> dict[int, Route]:
-        """Returns the network's one route as the call has it; in a dense pass, as one that no token takes.
+    def active_routes(self, routes: tuple[Route, ...], own: tuple[Route, ...]) -> dict[int, Route]:
+        """Returns the network's only route with the call's settings; in a dense pass, with selection ratio 0.
 
-        Raises ValueError for a route around other blocks.
+        Raises ValueError for a route over other blocks.
         """
         if len({(route.start_layer_idx, route.end_layer_idx) for route in (*routes, *own)}) > 1:
             raise ValueError(f"The network fuses after route {own[0]}, so it cannot use other routes, such as "
@@ -40,6 +40,6 @@ class FusingRouter(Router, nn.Module):
     def end_route(
         self, x_kept: Tensor, ids_keep: Tensor, original_x: Tensor, dropped: Tensor | None = None,
     ) -> Tensor:
-        """Fuses the route's tokens (B, K, D), with mask tokens in the other places, and original_x (B, N, D)."""
+        """Fuses the route's tokens (B, K, D), with mask tokens in the other positions, and original_x (B, N, D)."""
         absent = self.mask_token.to(x_kept.dtype).expand_as(original_x)
         return self.fusion(torch.cat([super().end_route(x_kept, ids_keep, absent, dropped), original_x], dim=-1))

@@ -1,4 +1,4 @@
-"""Mamba's block: a selective scan of the tokens both ways."""
+"""Mamba's block: a selective scan of the tokens in both directions."""
 
 import importlib.util
 import math
@@ -40,26 +40,27 @@ def selective_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Te
     """Runs the recurrence of Mamba-2 (arXiv 2405.21060) from the first token to the last, in float32.
 
     For each head, h_t = exp(dt_t·A)·h_(t-1) + dt_t·B_t·x_t and y_t = C_t·h_t. x is (batch, K, G, H, P), H heads of P
-    channels in each of G groups; dt (batch, K, G, H) is positive and A (G, H) negative; B and C (batch, K, G, S) are
-    of a group's state of S numbers a channel. The result is as x. Without mamba_ssm's kernel it takes the paper's dual
-    form, a masked matrix as attention's, whose work and memory are quadratic in K; the kernel is linear.
+    channels in each of G groups; dt (batch, K, G, H) is positive and A (G, H) negative; B and C (batch, K, G, S)
+    belong to a group, whose state has S numbers for each channel. The result is shaped like x. Without mamba_ssm's
+    kernel it uses the paper's dual form, a masked matrix as in attention. That takes work and memory quadratic in K;
+    the kernel is linear.
     """
     x, dt, A, B, C = (each.float() for each in (x, dt, A, B, C))
     if x.is_cuda and MAMBA_SSM:
         return scan_by_kernel(x, dt, A, B, C)
-    with torch.autocast("cuda" if x.is_cuda else "cpu", enabled=False):  # it knows no meta device
+    with torch.autocast("cuda" if x.is_cuda else "cpu", enabled=False):  # autocast does not know the meta device
         log_decay = (dt * A).cumsum(1).permute(0, 2, 3, 1)                                   # (batch, G, H, K)
         log_decay = log_decay.unsqueeze(-1) - log_decay.unsqueeze(-2)                        # from token i to t
         later = torch.ones(log_decay.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
-        # Before exp: what lies above the diagonal may be infinite after it, and its gradient no number.
+        # Masked before exp, which could be infinite above the diagonal, with gradients that are NaN.
         decay = log_decay.masked_fill(later, -math.inf).exp()                                # (batch, G, H, K, K)
         similarity = torch.einsum("btgs,bigs->bgti", C, B)
         return torch.einsum("bghti,bighp->btghp", similarity.unsqueeze(2) * decay, dt.unsqueeze(-1) * x)
 
 
-@torch.compiler.disable  # a kernel of its own: the compiled graph breaks around it
+@torch.compiler.disable  # an external kernel: the compiled graph breaks around it
 def scan_by_kernel(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
-    """Computes `selective_scan` on a GPU by the kernel of Mamba-1, whose recurrence covers one decay a head.
+    """Computes `selective_scan` on a GPU with Mamba-1's kernel, whose recurrence covers one decay for each head.
 
     Its products are float32, while those of Mamba-2's kernel are rounded to TensorFloat-32.
     """

@@ -1,4 +1,4 @@
-"""RWKV's block: averages over tokens in both directions, with other weights in each channel."""
+"""RWKV's block: averages over tokens in both directions, with separate weights in each channel."""
 
 from collections.abc import Mapping
 
@@ -14,8 +14,8 @@ MAX_DECAY = 40.0  # over the whole sequence: e^±40 is still a float32
 class RWKVBlock(nn.Module):
     """RWKV's mixers over tokens and channels in two adaLN-Zero branches, as in Diffusion-RWKV (arXiv 2404.04478).
 
-    Each channel averages over tokens with other weights, so num_heads has no effect. Raises ValueError for qk_norm, as
-    it has no queries.
+    Each channel averages over tokens with its own weights, so num_heads has no effect. Raises ValueError for qk_norm,
+    as it has no queries.
     """
 
     def __init__(self, hidden_size: int, num_heads: int, mlp_ratio: float, grid_size: int, qk_norm: bool = False):
@@ -44,10 +44,10 @@ class RWKVBlock(nn.Module):
 def wkv(k: Tensor, v: Tensor, decay: Tensor, bonus: Tensor) -> Tensor:
     """Averages values with the weights of Bi-WKV (Vision-RWKV, arXiv 2403.02308), in float32.
 
-    Token i has the weight exp(k_i - (|t - i| - 1)·decay / K) in the average of token t, itself exp(k_t + bonus). k and
-    v are (batch, K, D), decay and bonus (D,); a negative decay looks far away. The work is linear in K: two cumulative
-    sums. As exponents are relative to the largest key, and the decay over the whole sequence is at most e^±40, neither
-    overflows and no sum of weights is zero.
+    Token i has the weight exp(k_i - (|t - i| - 1)·decay / K) in the average of token t, and token t itself has
+    exp(k_t + bonus). k and v are (batch, K, D), decay and bonus (D,); a negative decay favours distant tokens. The work
+    is linear in K: two cumulative sums. Exponents are relative to the largest key, and the decay over the complete
+    sequence is at most e^±40. So neither overflows, and no sum of weights is zero.
     """
     k, v, decay = k.float(), v.float(), decay.float().clamp(-MAX_DECAY, MAX_DECAY)
     num_tokens = k.shape[1]
@@ -65,8 +65,8 @@ def wkv(k: Tensor, v: Tensor, decay: Tensor, bonus: Tensor) -> Tensor:
 def shift_tokens(x: Tensor, positions: Tensor, grid_size: int) -> Tensor:
     """Gives each token a quarter of the channels of its left, right, upper and lower neighbour (Vision-RWKV's Q-Shift).
 
-    x is (batch, K, D) and positions (1 or batch, K) are places in the raster of grid_size². A neighbour that is not
-    there gives zeros, whether it is routed or lies beyond the border.
+    x is (batch, K, D) and positions (1 or batch, K) are places in the raster of grid_size². A neighbour
+    that is routed or lies beyond the border gives zeros.
     """
     places = positions.unsqueeze(-1).expand_as(x)
     grid = x.new_zeros(x.shape[0], grid_size**2, x.shape[-1]).scatter(1, places, x).unflatten(1, (grid_size, -1))

@@ -1,4 +1,4 @@
-"""The block of DiT (arXiv 2212.09748) and that of LightningDiT (2501.01423)."""
+"""The blocks of DiT (arXiv 2212.09748) and LightningDiT (2501.01423)."""
 
 import math
 from collections.abc import Mapping
@@ -40,23 +40,23 @@ class DiTBlock(nn.Module):
 
 
 def rotary_angles(positions: Tensor, grid_size: int, head_dim: int) -> Tensor:
-    """Returns the angles (1 or B, 1, K, head_dim/2) that tokens are turned by: one half by row, one by column."""
+    """Returns the angles (1 or B, 1, K, head_dim/2) that rotate tokens: one half for the row, one for the column."""
     freqs = 10000.0 ** -(torch.arange(0, head_dim // 2, 2, device=positions.device) / (head_dim // 2))
     places = torch.stack([positions // grid_size, positions % grid_size], dim=-1)  # (1 or B, K, 2)
     return (places.unsqueeze(-1) * freqs).flatten(2).unsqueeze(1)
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Turns neighbouring pairs of channels of x (B, heads, K, head_dim)."""
+    """Rotates neighbouring pairs of channels of x (B, heads, K, head_dim)."""
     a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = angles.cos(), angles.sin()
     return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2)
 
 
 class RotaryAttention(nn.Module):
-    """Attention whose queries and keys are turned by the tokens' places in the grid (RoPE, arXiv 2104.09864, in 2D).
+    """Attention whose queries and keys are rotated by the tokens' places in the grid (RoPE, arXiv 2104.09864, in 2D).
 
-    So a product of query and key depends on the distance of two tokens, whichever others are there.
+    So a product of query and key depends on the distance between two tokens, whichever others are present.
     """
 
     def __init__(self, hidden_size: int, num_heads: int, grid_size: int, qk_norm: bool):
@@ -73,7 +73,7 @@ class RotaryAttention(nn.Module):
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4)
         angles = rotary_angles(positions, self.grid_size, self.head_dim)
-        # In float32 whatever autocast made of q and k: bfloat16 has too few bits for angles and norms.
+        # In float32, also under autocast: bfloat16 has too few bits for angles and norms.
         q = rotate(self.q_norm(q.float()), angles).type_as(v)
         k = rotate(self.k_norm(k.float()), angles).type_as(v)
         return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
@@ -117,7 +117,7 @@ class LightningBlock(nn.Module):
     @classmethod
     def read_mlp_ratio(cls, weights: Mapping[str, Tensor], hidden_size: int) -> float:
         features = weights["mlp.w3.weight"].shape[1]
-        # Two thirds are rounded down, so several ratios give as many; the published one goes first.
+        # Two thirds are rounded down, so several ratios give the same number; the published one is tried first.
         near = math.ceil(1.5 * features)
         ratios = (4.0, *(m / hidden_size for m in range(near, near + 3)))
         return next((r for r in ratios if cls.hidden_features(hidden_size, r) == features), near / hidden_size)

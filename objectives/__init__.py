@@ -1,4 +1,4 @@
-"""What is minimised, one file each: the diffusion's loss in diffusion.py, and what is put around it or added to it.
+"""The training losses, one in each file: the diffusion's in diffusion.py, and those that wrap it or add a term.
 
 A file `objectives/<name>.py` holds a class of the same name in CamelCase, and `objective=<name>` or
 `objective=[<name>,<another>]` trains with it: CONTRIBUTING.md, "Add a loss of your own", has one in 30 lines.
@@ -17,7 +17,7 @@ __all__ = ["DiffusionLoss", "Objective", "build_objective", "class_of", "own_sta
 
 
 def class_of(name: str) -> type[Objective]:
-    """Returns the class that `objectives/<name>.py` holds; raises ValueError where there is no such file."""
+    """Returns the class that `objectives/<name>.py` holds; raises ValueError if there is no such file."""
     names = sorted({module.name for module in pkgutil.iter_modules(__path__)} - {"diffusion", "hidden", "teachers"})
     if name not in names:
         raise ValueError(f"objective={name}: there is no objectives/{name}.py; choose one of {', '.join(names)}.")
@@ -28,10 +28,10 @@ def build_objective(
     net: nn.Module, diffusion: object, parts: Mapping[str, Mapping] | None = None, keep_masked: bool = False,
     array_shapes: Mapping[str, tuple[int, ...]] | None = None, schedule: RouteSchedule | None = None,
 ) -> Objective | DiffusionLoss:
-    """Puts `parts`, names of files here and their keywords, around the plain diffusion loss, in their order.
+    """Wraps the plain diffusion loss in `parts`, names of files here and their keywords, in their order.
 
-    `array_shapes` are those of a row of each extra array, and `schedule` gives the routes of a step. Raises ValueError
-    for a name that is not there.
+    `array_shapes` has the shape of a row of each extra array, and `schedule` the routes of each step. Raises ValueError
+    for an unknown name.
     """
     objective: Objective | DiffusionLoss = DiffusionLoss(net, diffusion, keep_masked, array_shapes, schedule)
     for name, keywords in (parts or {}).items():

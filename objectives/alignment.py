@@ -1,6 +1,6 @@
 """Alignment of hidden states with a frozen vision network's tokens of the clean image: REPA (arXiv 2410.06940).
 
-The options are iREPA's normalisation and convolutional projector (arXiv 2512.10794) and HASTE's end (arXiv 2505.16792).
+Options are iREPA's normalisation and convolutional projector (arXiv 2512.10794), and HASTE's early stop (2505.16792).
 """
 
 import math
@@ -21,13 +21,13 @@ from objectives.teachers import load_teacher
 class Alignment(Objective):
     """Adds weight · the mean over tokens and blocks of −cos(projected hidden state, the teacher's token).
 
-    The hidden states are those after `blocks`, counted from 0; None is REPA's choice, the eighth block, or the one at a
-    third of a shallower network. Inside a route they are the kept tokens, and the teacher's are gathered at the
-    same places. One projector serves all blocks: "mlp" is REPA's, "conv" iREPA's 3 × 3 convolution, which needs the
-    whole grid. `normalise` = α makes of each of the teacher's tokens z, over the image's whole grid,
-    (z − α · mean) / (std + 1e-6). From `end_step` on nothing is added. The teacher's tokens (B, N, Z) are the array
-    "teacher" of the latent folder, or what `teacher` makes of the array "image" in each step. Raises ValueError for
-    an array that is not there or does not fit the network's grid, and for a convolution on a route.
+    The hidden states are those after `blocks`, counted from 0. None is REPA's choice: the eighth block, or the one at a
+    third of a shallower network. Inside a route they are the kept tokens, and the teacher's tokens are gathered at the
+    same positions. One projector serves all blocks: "mlp" is REPA's, "conv" iREPA's 3 × 3 convolution, which needs the
+    complete grid. `normalise` = α replaces each of the teacher's tokens z by (z − α · mean) / (std + 1e-6), with mean
+    and std over the image's complete grid. From `end_step` on nothing is added. The teacher's tokens (B, N, Z) are the
+    array "teacher" of the latent folder, or `teacher` computes them from the array "image" in each step. Raises
+    ValueError for an array that is missing or does not fit the network's grid, and for a convolution on a route.
     """
 
     own_terms = ("alignment",)
@@ -67,7 +67,7 @@ class Alignment(Objective):
         given = arrays.pop(self.own_arrays[0])
         loss, terms = self.inner(x, y, **arrays)
         if self.has_ended:
-            # DDP waits for a gradient of each weight, so that the projector gets one of 0.
+            # DDP waits for a gradient of each weight, so the projector gets a gradient of 0.
             nothing = 0.0 * sum(p.sum() for p in self.projector.parameters())
             return loss + nothing, {**terms, "alignment": torch.zeros_like(loss)}
         target = given if self.teacher is None else self.teacher(given)
@@ -77,19 +77,19 @@ class Alignment(Objective):
         return loss + self.weight * alignment, {**terms, "alignment": alignment}
 
     def distance(self, tokens: Tensor, positions: Tensor, target: Tensor) -> Tensor:
-        """Returns the mean −cos (B,) of tokens (B, K, D) at positions (1 or B, K) and their targets of (B, N, Z)."""
+        """Returns the mean −cos (B,) of tokens (B, K, D) at positions (1 or B, K) and their targets in (B, N, Z)."""
         target = torch.take_along_dim(target, positions.unsqueeze(-1), dim=1)                     # (B, K, Z)
         return -F.cosine_similarity(self.projector(tokens).float(), target.float(), dim=-1).mean(dim=1)
 
 
 def normalised(target: Tensor, share: float) -> Tensor:
-    """Takes `share` of an image's mean token off its tokens (B, N, Z) and divides by their deviation (iREPA)."""
+    """Subtracts `share` times an image's mean token from its tokens (B, N, Z), and divides by their std (iREPA)."""
     std, mean = torch.std_mean(target.float(), dim=1, keepdim=True)
     return (target - share * mean) / (std + 1e-6)
 
 
 class MLP(nn.Sequential):
-    """REPA's projector: three linear layers with SiLU between, initialised as the network's."""
+    """REPA's projector: three linear layers with SiLU between, initialised like the network's layers."""
 
     def __init__(self, width: int, out: int, hidden: int = 2048):
         super().__init__(nn.Linear(width, hidden), nn.SiLU(), nn.Linear(hidden, hidden), nn.SiLU(),

@@ -15,13 +15,13 @@ from routing_module import Route, RouteSchedule, kept_tokens
 class DiffusionLoss(nn.Module):
     """Minimises `diffusion.loss` of a network on the routes of its step: those of `schedule`, or else the network's.
 
-    With keep_masked, no route takes a token over whose patch the mean of `weight` is above 0.5. `array_shapes` are
-    those of a row of each extra array, by name.
+    With keep_masked, a token is not routed if the mean of `weight` over its patch is above 0.5. `array_shapes` has the
+    shape of a row of each extra array, by name.
     """
 
     terms: tuple[str, ...] = ()
-    arrays: tuple[str, ...] = ("weight",)      # extra ones that it reads, where there are any
-    step: int = 0                              # of the run, as the loop sets it
+    arrays: tuple[str, ...] = ("weight",)      # extra ones that it reads if they exist
+    step: int = 0                              # of the run; the training loop sets it
     drawn: tuple[Tensor, Tensor] | None = None  # noise levels (B,) and noise like x of the last call
 
     def __init__(
@@ -38,11 +38,11 @@ class DiffusionLoss(nn.Module):
 
     @property
     def phase(self) -> Hashable:
-        """All of a step on which the kernels that run depend, beside shapes: steps of a phase can share a recording."""
+        """All that decides which kernels a step runs, besides shapes: steps of one phase can share a CUDA graph."""
         return self.routes
 
     def forward(self, x: Tensor, y: Tensor, weight: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-        """`weight` (B, 1, h or 1, w or 1) multiplies the squared error; it is 1 where it is not given."""
+        """`weight` (B, 1, h or 1, w or 1) multiplies the squared error; None is 1."""
         weight = x.new_ones(len(x), 1, 1, 1) if weight is None else weight.float()
         mask_noise = draw_mask_noise(self.net, self.routes, weight, True) if self.keep_masked else None
         self.drawn = self.diffusion.draw(x)
@@ -51,7 +51,7 @@ class DiffusionLoss(nn.Module):
 
 
 class Objective(nn.Module):
-    """An objective around another one, to whose loss it adds a term or which it replaces.
+    """An objective that wraps another one, and adds a term to its loss or replaces it.
 
     Its call takes x (B, C, h, w), y (B,) and the extra arrays of the latent folder, by name; it returns the loss of
     each sample (B,) and, by name, the terms (B,) that are logged beside it. `own_terms` names those that it adds, and
@@ -67,7 +67,7 @@ class Objective(nn.Module):
 
     @staticmethod
     def network_keywords(depth: int, **settings: object) -> dict:
-        """Returns what a network of `depth` blocks must be built with for the objective of these settings."""
+        """Returns the keywords that a network of `depth` blocks needs for an objective with these settings."""
         return {}
 
     @property
@@ -78,7 +78,7 @@ class Objective(nn.Module):
     def arrays(self) -> tuple[str, ...]:
         return self.inner.arrays + self.own_arrays
 
-    # Of the DiffusionLoss at the centre.
+    # These come from the innermost objective, a DiffusionLoss.
     net = property(attrgetter("inner.net"))
     diffusion = property(attrgetter("inner.diffusion"))
     keep_masked = property(attrgetter("inner.keep_masked"))
@@ -91,7 +91,7 @@ class Objective(nn.Module):
 
 
 def draw_mask_noise(net: DiT, routes: tuple[Route, ...], weight: Tensor, keep_masked: bool) -> Tensor:
-    """Draws the noise (B, R, N) that decides the masks of all routes; with keep_masked, heavy tokens take none."""
+    """Samples the noise (B, R, N) that decides all routes' masks; keep_masked keeps tokens with a high weight."""
     noise = torch.rand(len(weight), len(routes), net.pos_embed.shape[1], device=weight.device)
     return net.router.keep(noise, kept_tokens(weight, net.patch_size)[:, None]) if keep_masked else noise
 
@@ -100,14 +100,14 @@ def draw_mask_noise(net: DiT, routes: tuple[Route, ...], weight: Tensor, keep_ma
 
 
 def trained_parameters(objective: Objective | DiffusionLoss) -> dict[str, nn.Parameter]:
-    """Names what is trained: the network's parameters by their own names, others as `objective.<name>`."""
+    """Returns the trained parameters by name: the network's by their own names, others as `objective.<name>`."""
     of_net = {p: name for name, p in objective.net.named_parameters()}
     named = ((of_net.get(p, f"objective.{name}"), p) for name, p in objective.named_parameters())
     return {name: p for name, p in named if p.requires_grad}
 
 
 def own_state(objective: Objective | DiffusionLoss) -> dict[str, Tensor]:
-    """Names the parameters and buffers beside the network, `objective.<name>`, without those of a frozen teacher."""
+    """Returns the parameters and buffers outside the network, as `objective.<name>`, without a frozen teacher's."""
     def state_of(module: nn.Module, name: str) -> dict[str, Tensor]:
         parameters = list(module.parameters())
         if module is objective.net or (parameters and not any(p.requires_grad for p in parameters)):

@@ -15,10 +15,10 @@ from objectives.hidden import route_at, take_hidden
 class Dispersive(Objective):
     """Adds weight · log mean exp(−‖z_i − z_j‖² / (D · temperature)) over all pairs i, j of images, i = j included.
 
-    z_i are the D numbers of an image's tokens after `block`, counted from 0; None is the paper's choice, the last of
-    the first quarter. With `pooled` they are the mean over tokens, as on a route, where images keep different places.
-    The pairs are those of one call: of a rank's share, in parts by grad_accum_steps. Raises ValueError for a block on a
-    route without `pooled`, and in the call for a single image.
+    z_i has the D numbers of image i's tokens after `block`, counted from 0. None is the paper's choice: the last block
+    of the first quarter. With `pooled`, z_i is the mean over tokens, which a route needs, as images keep different
+    tokens. Pairs are formed within one call: a rank's part of the batch, divided by grad_accum_steps. Raises ValueError
+    for a block on a route without `pooled`, and in the call for a single image.
     """
 
     own_terms = ("dispersive",)
@@ -38,7 +38,7 @@ class Dispersive(Objective):
 
     def forward(self, x: Tensor, y: Tensor, **arrays: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         if len(x) == 1:
-            raise ValueError("objective=dispersive compares images, but a rank's part of the batch is only one: raise "
+            raise ValueError("objective=dispersive compares images, but a rank's part of the batch has only one: raise "
                              "batch_size, or lower grad_accum_steps.")
         loss, terms = self.inner(x, y, **arrays)
         tokens, _ = self.hidden[self.block]
@@ -57,7 +57,7 @@ class Dispersive(Objective):
 class Gram(torch.autograd.Function):
     """z @ z.T (B, B) of z (B, D), in float32 in both passes.
 
-    Autocast and TF32 would round the products, whose differences are the distances. Centre z before, for the same
+    Autocast and TF32 would round the products, and distances are differences of products. Centre z first, for the same
     reason.
     """
 

@@ -1,4 +1,4 @@
-"""Internal guidance (arXiv 2512.24176): a second final layer, in the middle of the network, that learns with it.
+"""Internal guidance (arXiv 2512.24176): a second final layer in the middle of the network, trained with it.
 
 When sampling, its output is the weak prediction, in the same pass: `guidance.Guidance(internal=True)`.
 """
@@ -14,10 +14,10 @@ from objectives.hidden import early_block
 
 
 class InternalHead(FinalLayer):
-    """A second final layer, which starts at zero and answers to each pass of its network from the tokens of a block.
+    """A second final layer, which starts at zero and predicts from a block's tokens in each pass of its network.
 
-    It is a part of the network, as `net.internal_head`: of its average, its files and its copies. Raises ValueError for
-    a block that the network does not have, or the last one, after which there is a final layer already.
+    As `net.internal_head` it is part of the network, its average, its files and its copies. Raises ValueError for a
+    block that the network does not have, and for the last one, which the final layer follows already.
     """
 
     unpatchify = DiT.unpatchify
@@ -32,7 +32,7 @@ class InternalHead(FinalLayer):
             nn.init.zeros_(p)
         self.patch_size, self.input_size, self.out_channels = net.patch_size, net.input_size, net.out_channels
         self.last: dict[str, Tensor] = {}   # tokens and positions of the last pass
-        # A method, and no function, so that a copy of the network calls the copy of the head.
+        # A method, not a function, so that a copy of the network calls the copy of the head.
         net.blocks[block].register_forward_hook(self.read)
 
     def read(self, block: nn.Module, arguments: tuple, output: Tensor) -> None:
@@ -47,9 +47,9 @@ class InternalHead(FinalLayer):
         return mask.repeat_interleave(self.patch_size, 2).repeat_interleave(self.patch_size, 3)
 
     def answer(self, *_: object, **__: object) -> Tensor:
-        """Returns what the head said in the last pass (B, out_channels, h, w), as its network would, whatever is given.
+        """Returns the head's prediction in the last pass (B, out_channels, h, w), in place of a network's forward.
 
-        It is 0 in the patches of tokens that were on a route.
+        Arguments are ignored. The prediction is 0 in the patches of tokens that were routed.
         """
         tokens, positions = self.last["tokens"], self.last["positions"]
         num_tokens = (self.input_size // self.patch_size) ** 2
@@ -58,11 +58,11 @@ class InternalHead(FinalLayer):
 
 
 class Internal(Objective):
-    """Adds weight · the diffusion's loss of the internal head's answer, at the same noise levels, noise and masks.
+    """Adds weight · the diffusion's loss of the internal head's prediction, at the same noise levels, noise and masks.
 
-    Inside a route the head sees the kept tokens, and its loss is the mean over their patches. `block`, counted
-    from 0, is the one that the head reads; None is the paper's choice, the eighth, or the one at a third of a shallower
-    network. An adapter (LoRA) leaves the head of its base as it is. Raises ValueError for a network without a head, and
+    Inside a route the head sees the kept tokens, and its loss is the mean over their patches. `block`, counted from 0,
+    is the one that the head reads. None is the paper's choice: the eighth, or the one at a third of a shallower
+    network. An adapter (LoRA) does not change the head of its base. Raises ValueError for a network without a head, and
     around a loss that samples its own noise.
     """
 

@@ -11,10 +11,10 @@ from objectives.hidden import early_block, route_at, take_hidden
 class LayerSync(Objective):
     """Adds weight · the mean over tokens of −cos(a block's token, the same token after a deeper block).
 
-    No gradient flows into the deeper block's tokens. `block` and `deeper` are counted from 0; None are the paper's for
-    XL/2, the eighth block and the sixteenth, or those at a third and two thirds of a shallower network. Where one block
-    alone lies on a route, the other's tokens are gathered at the places of the kept ones. Raises ValueError for
-    settings out of range, and for blocks on two routes, whose tokens differ.
+    No gradient flows into the deeper block's tokens. `block` and `deeper` are counted from 0. None is the paper's
+    choice for XL/2: the eighth and sixteenth block, or those at a third and two thirds of a shallower network. If only
+    one block lies on a route, the other's tokens are gathered at the positions of the kept tokens. Raises ValueError
+    for settings out of range, and for blocks on two routes, whose tokens differ.
     """
 
     own_terms = ("layer_sync",)

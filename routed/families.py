@@ -1,4 +1,4 @@
-"""What `routed` needs to know of other people's networks: one table of values, a row for each class."""
+"""What `routed` knows about other people's networks: a table with one row for each class."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -13,21 +13,21 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Blocks:
-    """A list of blocks, and the arguments of a block that matter, each by its name or its number.
+    """A list of blocks, and the arguments of a block that matter for routing, each by its name or its position.
 
     `tokens` is the argument that is routed, by default the first. `text` is the argument with the text tokens, if text
-    has a stream of its own; `joined` blocks have tokens that are never routed in the same sequence as the others. `out`
-    is the index of the tokens in a tuple that a block returns.
+    has its own stream. In `joined` blocks, tokens that are never routed are in the same sequence as the others. If a
+    block returns a tuple, `out` is the index of the tokens in it.
 
-    `along` has the arguments that run along the tokens, each with its axis of tokens, which follows an axis of the
-    samples or of size 1; "name.0" is the first element of a tuple. {ndim: axis} applies to tensors of ndim axes only,
-    and {ndim: (axis, rank)} to tables without an axis of the samples, which the block broadcasts to `rank` axes. An
-    axis of size 1 is left as it is. None marks an argument that a block must not get. A function gets the argument and
-    a `Stay`, and returns what the block gets instead: `fewer`, `by_place(axis)` and others below.
+    `along` maps each argument with a value per token to its token axis. An axis of samples or of size 1 comes before
+    it, except in a table (N, D). "name.0" is the first element of a tuple. {ndim: axis} applies only to tensors with
+    ndim axes. {ndim: (axis, rank)} applies to tables without a sample axis, which the block broadcasts to `rank` axes.
+    An axis of size 1 is left as it is. None marks an argument that a block must not receive. A function receives the
+    argument and a `Stay`, and returns what the block receives instead: `fewer`, `by_place(axis)` and others below.
 
-    `front` is the argument that counts the first tokens of the stream, if those are never routed. If the network
-    changes all tokens between two blocks, they must be `whole` there: each block then takes its own out, and puts them
-    back. `takes` lists the arguments that identify a block of an original code: it has no others.
+    `front` is the argument that counts the leading tokens of the stream, if those are never routed. Set `whole` if the
+    network changes all tokens between two blocks: then each block removes its routed tokens and puts them back. `takes`
+    identifies a block of an original code: it lists every argument that the block may have.
     """
 
     path: str
@@ -41,7 +41,7 @@ class Blocks:
     takes: str = ""
 
     def found_in(self, network: nn.Module) -> list[nn.Module]:
-        """Lists the blocks; raises ValueError where the network has none at this path."""
+        """Lists the blocks; raises ValueError if the network has none at this path."""
         try:
             return list(network.get_submodule(self.path))
         except AttributeError:
@@ -51,12 +51,13 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Family:
-    """A network's lists of blocks in the order of their call, and which tokens of a joined sequence are never routed.
+    """A network's lists of blocks in call order, and which tokens of a joined sequence are never routed.
 
-    `text` counts them from the network and its arguments: a number, or one for each sample (B,). Where it is absent,
-    an earlier block's text counts, or `free` counts by the arguments how many tokens may be routed. They stand before
-    the others, or after them if `text_last`. `alone` has arguments that no call on a route may have. `reads` returns
-    the blocks after which the network itself reads all tokens, with the name of the setting: {block: name}.
+    `text` counts these tokens from the network and its arguments: one number, or one for each sample (B,). Without it,
+    an earlier block's text is counted, or `free` counts from the arguments how many tokens may be routed. The tokens
+    that are never routed come before the others, or after them if `text_last`. `alone` names arguments that a routed
+    call may not have. `reads` returns the blocks after which the network itself reads all tokens, each with the name of
+    the setting: {block: name}.
     """
 
     lists: tuple[Blocks, ...]
@@ -68,11 +69,11 @@ class Family:
 
 
 def one_size(images: list) -> Any:
-    """Returns the shape of all images, or their number of tokens; raises ValueError where they differ."""
+    """Returns the shape, or the number of tokens, that all images share; raises ValueError if they differ."""
     first, *others = (image if isinstance(image, int) else getattr(image, "shape", None) for image in images)
     if first is None or any(other != first for other in others):
-        raise ValueError("A batch with images of several sizes, or several images a sample, cannot be routed: its "
-                         "samples have different numbers of tokens. Batch images of one size.")
+        raise ValueError("A batch with images of several sizes, or several images per sample, cannot be routed: "
+                         "its samples have different numbers of tokens. Batch images of one size.")
     return first
 
 
@@ -83,9 +84,10 @@ def padded_image(call: dict) -> int:
 
 
 def first_image(call: dict) -> int:
-    """Counts the tokens of the image to be predicted, before condition images, which differ in their first coordinate.
+    """Counts the tokens of the image to be predicted; condition images follow it and have another first coordinate.
 
-    On a GPU this waits for the places. A compiled network cannot, so there condition images raise an error.
+    On a GPU this waits until the ids are on the host. A compiled network cannot wait, so condition images raise an
+    error there.
     """
     places = call["x_ids" if "x_ids" in call else "img_ids"]
     of_image = (places[0] if places.ndim == 3 else places)[:, 0]        # (N,)
@@ -104,12 +106,12 @@ def patches_of(call: dict) -> int:
 
 
 def first_of_shapes(call: dict) -> int:
-    """Counts the tokens of the image to be predicted by img_shapes; the images behind it are conditions."""
+    """Counts the tokens of the image to be predicted from img_shapes; the images after it are conditions."""
     return one_size([prod(sample[0] if isinstance(sample, list) else sample) for sample in call["img_shapes"]])
 
 
 def in_front(network: nn.Module, call: dict) -> int:
-    """Counts class and register tokens, by the names of timm, of transformers and of facebookresearch."""
+    """Counts class and register tokens; timm, transformers and facebookresearch use different names for them."""
     if hasattr(network, "num_prefix_tokens"):
         return network.num_prefix_tokens
     owner = getattr(network, "config", network)
@@ -117,54 +119,54 @@ def in_front(network: nn.Module, call: dict) -> int:
 
 
 def encoder_depths(network: nn.Module) -> dict[int, str]:
-    """Returns the blocks after which REPA's and LayerSync's SiT take all tokens for another loss."""
+    """Returns the blocks after which REPA's and LayerSync's SiT pass all tokens to another loss."""
     return {value - 1: name for name, value in vars(network).items()
             if name.endswith("encoder_depth") and isinstance(value, int)}
 
 
 def words_of_one_size(network: nn.Module, call: dict) -> Tensor:
-    """Counts the words of each text (B,), of images of one size."""
+    """Counts the words of each text (B,); raises ValueError for images of several sizes."""
     one_size(call["x"])
     return call["cap_mask"].sum(dim=1)
 
 
 def fewer(count: Any, stay: Any) -> Any:
-    """For an argument that counts the tokens, of each sample or of all."""
+    """Reduces a number of tokens, for each sample or for all."""
     return count - stay.gone
 
 
 def fewer_in_all(ends: Tensor, stay: Any) -> Tensor:
-    """For the ends (2B + 1,) of each sample's tokens and of their padding, as flash attention takes them."""
+    """Reduces flash attention's cumulative lengths (2B + 1,): the ends of each sample's tokens and of its padding."""
     return ends - stay.gone * ((torch.arange(len(ends), device=ends.device) + 1) // 2).to(ends.dtype)
 
 
 def alike(mask: Tensor, stay: Any) -> Tensor:
-    """For a mask (N,) for all samples, which is the same for all tokens that may be routed."""
+    """Reduces a mask (N,) that all samples share and that has one value for all tokens that may be routed."""
     return mask[stay.places()[0]]
 
 
 def pairs(mask: Tensor, stay: Any) -> Tensor:
-    """For a mask (B, 1, N, N) of which tokens see which."""
+    """Reduces an attention mask (B, 1, N, N) to the kept tokens."""
     index = stay.places(mask.shape[-1])[:, None, None]
     return mask.take_along_dim(index.mT, 2).take_along_dim(index, 3)
 
 
 def by_place(axis: int) -> Callable:
-    """For a module or function that turns tokens by their places: it gets all tokens, those away as 0."""
-    def for_kept(turn: Callable, stay: Any) -> Callable:
-        def turned(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Wraps a module or function that rotates tokens by position: it receives all tokens, with 0 for routed ones."""
+    def for_kept(rotate: Callable, stay: Any) -> Callable:
+        def rotated(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             length = x.shape[axis] + stay.gone      # of the stream, or of the image in it
             shape, places = [1] * x.ndim, stay.places(length)
             shape[0], shape[axis] = places.shape
             index = places.view(shape).expand_as(x)
-            whole = x.new_zeros(*x.shape[:axis], length, *x.shape[axis + 1:]).scatter(axis, index, x)
-            return turn(whole, *args, **kwargs).gather(axis, index)
-        return turned
+            full = x.new_zeros(*x.shape[:axis], length, *x.shape[axis + 1:]).scatter(axis, index, x)
+            return rotate(full, *args, **kwargs).gather(axis, index)
+        return rotated
     return for_kept
 
 
 class OfSample(int):
-    """A number of tokens that knows its sample, as Wan's blocks take a table's rows sample by sample."""
+    """A number of tokens that knows its sample, because Wan's blocks read a table's rows sample by sample."""
 
     def __new__(cls, count: int, sample: int):
         number = super().__new__(cls, count)
@@ -173,19 +175,20 @@ class OfSample(int):
 
 
 def grid_line(grids: Tensor, stay: Any) -> SimpleNamespace:
-    """For Wan's grids (B, 3), frames, rows and columns: a line of the kept tokens of each sample."""
+    """Replaces Wan's grids (B, 3) of frames, rows and columns: the kept tokens of each sample form one line."""
     if any(prod(grid) != stay.length for grid in grids.tolist()):
-        raise ValueError(f"The videos have {grids.tolist()} tokens in a sequence of {stay.length}: those of several "
-                         f"sizes, or padded ones, cannot be routed. Batch videos of one size, and set seq_len to it.")
+        raise ValueError(f"The videos have {grids.tolist()} tokens in a sequence of {stay.length}: videos of several "
+                         f"sizes, or padded ones, cannot be routed. Batch videos of one size, and set seq_len to their "
+                         f"number of tokens.")
     lines = [[OfSample(stay.length - stay.gone, sample), 1, 1] for sample in range(len(grids))]
     return SimpleNamespace(tolist=lambda: lines)
 
 
-class Lines:
-    """Wan's table of rotary values for tokens that are anywhere in the grid: a row of its own for each, (B, K, D).
+class RotaryRows:
+    """Wan's table of rotary values for tokens anywhere in the grid, with one row for each token: (B, K, D).
 
-    A block cuts its shared table into a part for each axis of the grid and lays the parts over the grid of a sample.
-    Here the first part has all values, for a grid that is a line of the tokens, and the others have none.
+    A block splits its shared table into one part for each axis, and expands the parts over the grid of a sample. Here
+    the grid is one line of tokens, so the first part has all values and the others have none.
     """
 
     def __init__(self, rows: Tensor):
@@ -199,30 +202,30 @@ class Lines:
 
 
 def grid_rows(table: Any, stay: Any) -> Any:
-    """For Wan's table (rows, D) of each axis, or musubi-tuner's list of a table (N, 1, D) for each sample."""
+    """Reduces Wan's table (rows, D) for all axes, or musubi-tuner's list with a table (N, 1, D) for each sample."""
     places = stay.places()
     if isinstance(table, list):
         return [rows[index] for rows, index in zip(table, places, strict=True)]
     rows, columns = stay.given["grid_sizes"][0].tolist()[1:]
     cuts = table.shape[1] - 2 * (table.shape[1] // 3), *[table.shape[1] // 3] * 2
     at = places // (rows * columns), places // columns % rows, places % columns
-    return Lines(torch.cat([part[i] for part, i in zip(table.split(cuts, dim=1), at, strict=True)], dim=-1))
+    return RotaryRows(torch.cat([part[i] for part, i in zip(table.split(cuts, dim=1), at, strict=True)], dim=-1))
 
 
 def in_lists(tables: Any, stay: Any) -> Any:
-    """For DINOv3's lists of sines and cosines (N, D), one for each tensor of tokens."""
+    """Reduces DINOv3's lists of sines and cosines (N, D), which have one entry for each tensor of tokens."""
     if isinstance(tables, list | tuple):
         return type(tables)(in_lists(table, stay) for table in tables)
     return tables if tables is None else stay.rows(tables, {2: (0, 4)})
 
 
 def first_rows(table: Tensor, stay: Any) -> Any:
-    """For minRF's table, which the network cuts to as many rows as a block has tokens."""
+    """Replaces minRF's table, which the network cuts to as many rows as a block has tokens."""
     return stay.rows(stay.network.freqs_cis[:stay.length], 0)
 
 
 def full_attention(settings: Any, stay: Any) -> Any:
-    """For HunyuanVideo 1.5's settings of its attention; raises ValueError for one by tiles."""
+    """Checks HunyuanVideo 1.5's attention settings; raises ValueError for attention by tiles."""
     if stay.block.attn_mode == "flex-block-attn":
         raise ValueError("attn_mode=flex-block-attn attends by tiles of the grid, so tokens cannot be removed: set "
                          "attn_mode to flash or torch.")
@@ -230,7 +233,7 @@ def full_attention(settings: Any, stay: Any) -> Any:
 
 
 def fewer_in_params(params: Any, stay: Any) -> Any:
-    """For musubi-tuner's AttentionParams, which counts images before texts."""
+    """Reduces musubi-tuner's AttentionParams, in which image tokens come before text tokens."""
     mask = params.attention_mask
     if mask is not None and not isinstance(mask, Tensor):
         raise ValueError("An attention bias of xformers counts all tokens: set attn_mode to torch or flash.")
@@ -238,10 +241,10 @@ def fewer_in_params(params: Any, stay: Any) -> Any:
         mask = mask.take_along_dim(stay.places(mask.shape[-1])[:, None, None], 3)
     elif mask is not None and not params.split_attn:
         mask = stay.rows(mask, 1)
-    left = {name: how(getattr(params, name), stay) for name, how in
-            dict(img_len=fewer, seqlens=fewer, cu_seqlens=fewer_in_all, max_seqlen=fewer).items()
-            if getattr(params, name) is not None}
-    return replace(params, attention_mask=mask, **left)
+    reduced = {name: how(getattr(params, name), stay) for name, how in
+               dict(img_len=fewer, seqlens=fewer, cu_seqlens=fewer_in_all, max_seqlen=fewer).items()
+               if getattr(params, name) is not None}
+    return replace(params, attention_mask=mask, **reduced)
 
 
 TEXT, ROPE, MASK = "encoder_hidden_states", "image_rotary_emb", "attention_mask"
@@ -337,7 +340,7 @@ FLUX = Family((Blocks("double_blocks", {"pe": 2}, text="txt",
                       takes="img txt vec pe txt_attention_mask control_lengths"),
                Blocks("single_blocks", {"pe": 2}, joined=True, takes="x vec pe txt_attention_mask control_lengths")),
               free=first_image, alone=("block_controlnet_hidden_states", "block_controlnet_single_hidden_states"))
-CODES = {  # original codes, known by the class, and by lists and arguments of its blocks
+CODES = {  # original code, recognised by the class and by its lists of blocks with their arguments
     "DiT": (Family((Blocks("blocks", takes="x c"),)),),
     "SiT": (Family((Blocks("blocks", takes="x c"),), reads=encoder_depths),),
     **dict.fromkeys(("PixArt", "PixArtMS"), (Family((Blocks("blocks", takes="x y t mask"),)),)),
@@ -378,16 +381,16 @@ CODES = {  # original codes, known by the class, and by lists and arguments of i
                text_last=True),),
     "HunyuanVideo_1_5_DiffusionTransformer": (
         Family((Blocks("double_blocks", {"freqs_cis": 0, "attn_param": full_attention}, text="txt",
-                       # Its single blocks see all tokens, as it counts the image's between the two lists.
+                       # Its single blocks see all tokens, because it counts image tokens between the two lists.
                        takes="img txt vec freqs_cis text_mask attn_param is_flash block_idx"),), text_last=True),
         Family((Blocks("double_blocks", {"freqs_cis": 0, "attn_params": fewer_in_params}, text="txt",
                        takes="img txt vec freqs_cis attn_params"),), text_last=True)),
 }
 GRIDS = "its blocks convolve over the grid of tokens, so tokens cannot be removed"
-UNETS = "a UNet has no row of like blocks that tokens could skip"
-SKIPS = "long skips lead from its first blocks to its last, across the ends of a route"
-CACHES = "its tokens attend to what an earlier pass has cached, of all tokens"
-FRAMES = "earlier frames, reduced by several factors, stand before those to be predicted in one stream"
+UNETS = "a UNet has no sequence of similar blocks that tokens could skip"
+SKIPS = "long skip connections lead from its first blocks to its last, across the ends of a route"
+CACHES = "its tokens attend to a cache of all tokens from an earlier pass"
+FRAMES = "earlier frames, downsampled by several factors, come before the predicted frames in one stream"
 PACKS = "it packs several streams into one sequence, whose layout counts every token"
 REFUSED = {
     "SanaTransformer2DModel": GRIDS,
@@ -406,8 +409,8 @@ REFUSED = {
     "Cosmos3OmniTransformer": PACKS,
     "MiniMaxH3Transformer3DModel": PACKS,
     "Kandinsky6SRTransformer3DModel": "its attention is sparse by tiles of the grid, so tokens cannot be removed",
-    "LatteTransformer3DModel": "it folds frames and places into the batch by turns, and each needs all of the other",
-    "NucleusMoEImageTransformer2DModel": "each expert picks among all tokens, and who leaves changes what others get",
+    "LatteTransformer3DModel": "it folds frames and positions into the batch in turn, and each needs all of the other",
+    "NucleusMoEImageTransformer2DModel": "each expert chooses among all tokens, so removing some affects the others",
 }
 
 
@@ -418,8 +421,8 @@ def lists_of_blocks(network: nn.Module) -> str:
     return ", ".join(f"{name} ({len(part)} of {type(part[0]).__name__})" for name, part in found) or "none"
 
 
-def names_of(module: nn.Module) -> tuple[str, ...]:
-    """Returns the names of a module's arguments in order, those of `_forward` if forward passes all of its own on."""
+def argument_names(module: nn.Module) -> tuple[str, ...]:
+    """Returns a module's argument names in order; those of `_forward` if forward passes all its arguments to it."""
     for forward in (getattr(type(module), name, None) for name in ("forward", "_forward")):
         parts = inspect.signature(forward).parameters.values() if forward else ()
         kinds = [inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD]
@@ -436,29 +439,29 @@ def takes_any(module: nn.Module) -> bool:
     return any(part.kind == part.VAR_KEYWORD for part in inspect.signature(type(module).forward).parameters.values())
 
 
-def alone(tokens: Any) -> Any:
-    """Returns tokens that are given as a list of one tensor."""
+def only_element(tokens: Any) -> Any:
+    """Returns the tensor in a list of one tensor, and anything else unchanged."""
     return tokens[0] if isinstance(tokens, list) and len(tokens) == 1 else tokens
 
 
 def bare(block: nn.Module) -> nn.Module:
-    """Returns the block inside the wrappers of compile and of a checkpoint."""
+    """Returns the block inside the wrappers of torch.compile and of checkpoints."""
     for wrapper in ("_orig_mod", "_checkpoint_wrapped_module"):
         block = getattr(block, wrapper, block)
     return block
 
 
 def fits(family: Family, network: nn.Module) -> bool:
-    """True if a network has the lists of blocks of an original code, with the arguments that it knows."""
+    """True if a network has a family's lists of blocks, and they take no arguments that the family does not know."""
     lists = [(getattr(network, spec.path, None), {*spec.takes.split()}) for spec in family.lists]
-    return all(isinstance(blocks, nn.ModuleList) and all({*names_of(bare(block))} <= takes for block in blocks)
+    return all(isinstance(blocks, nn.ModuleList) and all({*argument_names(bare(block))} <= takes for block in blocks)
                for blocks, takes in lists)
 
 
 def family_of(network: nn.Module) -> Family:
-    """Returns the row of a network, by the class whose forward it runs; raises ValueError for a class without one."""
+    """Finds a network's row by the class whose forward it runs; raises ValueError for a class without one."""
     owner = next(base for base in type(network).__mro__ if "forward" in vars(base))
-    if owner is nn.Module:                  # its blocks are called by others, as in a pipeline of stages
+    if owner is nn.Module:                  # its blocks are called from outside, as in a pipeline of stages
         owner = type(network)
     if owner.__name__ in REFUSED:
         raise ValueError(f"{owner.__name__} cannot be routed exactly: {REFUSED[owner.__name__]}.")

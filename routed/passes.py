@@ -22,23 +22,23 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from routed import families
-from routed.families import Blocks, Family, alone, bare, encoder_depths, family_of, names_of, network_of, takes_any
+from routed.families import Blocks, Family, argument_names, bare, family_of, network_of, only_element, takes_any
 from routed.trial import TRIED, Trial, Trials
 from routing_module import Route, Router, resolve_routes
 
 
 class PerSample:
-    """A table (N, D) that all samples shared, after each has kept rows of its own: (B, K, D).
+    """A table (N, D) that all samples shared, after each sample has kept its own rows: (B, K, D).
 
-    It answers as a table (K, D), whatever a block makes of it to multiply queries and keys of four axes; the first of
-    the four is then the batch. Anything else raises ValueError, as the place of the batch would be a guess.
+    It behaves like a table (K, D) until a block reshapes it to multiply queries and keys with four axes. The first of
+    these axes is then the batch. Anything else raises ValueError, because the batch axis would have to be guessed.
     """
 
     def __init__(self, rows: Tensor):
         self.rows = rows                    # (B, *shape)
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"A block takes .{name} of {LIFT}.")
+        raise AttributeError(f"A block uses .{name} of {LIFT}.")
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -50,19 +50,19 @@ class PerSample:
     device = property(lambda self: self.rows.device)
     requires_grad = property(lambda self: self.rows.requires_grad)
 
-    def of(self, rows: Tensor) -> Any:
-        """Returns the table of other rows; of four axes, the batch's in the place of the first, which has size 1."""
+    def with_rows(self, rows: Tensor) -> Any:
+        """Wraps new rows; rows of four axes become a tensor, whose first axis, of size 1, is replaced by the batch."""
         if rows.ndim < 5:
             return PerSample(rows)
         if rows.ndim > 5 or rows.shape[1] != 1:
-            raise ValueError(f"A block makes {tuple(rows.shape[1:])} of {LIFT}.")
+            raise ValueError(f"A block computes {tuple(rows.shape[1:])} from {LIFT}.")
         return rows.squeeze(1)
 
     def __len__(self) -> int:
         return len(self.rows[0])
 
     def __getitem__(self, index) -> Any:
-        return self.of(self.rows[(slice(None), *(index if isinstance(index, tuple) else (index,)))])
+        return self.with_rows(self.rows[(slice(None), *(index if isinstance(index, tuple) else (index,)))])
 
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
@@ -71,23 +71,24 @@ class PerSample:
         return self.ndim
 
     def view(self, *shape) -> Any:
-        return self.of(self.rows.reshape(len(self.rows), *(shape[0] if isinstance(shape[0], tuple | list) else shape)))
+        sizes = shape[0] if isinstance(shape[0], tuple | list) else shape
+        return self.with_rows(self.rows.reshape(len(self.rows), *sizes))
 
     reshape = view
 
     def unsqueeze(self, dim: int) -> Any:
-        if self.ndim == 2 and dim == 1:     # (K, 1, D) multiplies (B, K, heads, D), and nothing else of four axes
+        if self.ndim == 2 and dim == 1:     # of tensors with four axes, (K, 1, D) can multiply only (B, K, heads, D)
             return self.rows.unsqueeze(2)
-        return self.of(self.rows.unsqueeze(dim + 1 if dim >= 0 else dim))
+        return self.with_rows(self.rows.unsqueeze(dim + 1 if dim >= 0 else dim))
 
     def chunk(self, chunks: int, dim: int = 0) -> tuple:
-        return tuple(map(self.of, self.rows.chunk(chunks, dim + 1 if dim >= 0 else dim)))
+        return tuple(map(self.with_rows, self.rows.chunk(chunks, dim + 1 if dim >= 0 else dim)))
 
     def split(self, size: int | list[int], dim: int = 0) -> tuple:
-        return tuple(map(self.of, self.rows.split(size, dim + 1 if dim >= 0 else dim)))
+        return tuple(map(self.with_rows, self.rows.split(size, dim + 1 if dim >= 0 else dim)))
 
     def unbind(self, dim: int = 0) -> tuple:
-        return tuple(map(self.of, self.rows.unbind(dim + 1 if dim >= 0 else dim)))
+        return tuple(map(self.with_rows, self.rows.unbind(dim + 1 if dim >= 0 else dim)))
 
     def to(self, *args, **kwargs) -> "PerSample":
         return PerSample(self.rows.to(*args, **kwargs))
@@ -96,23 +97,23 @@ class PerSample:
         return PerSample(self.rows.float())
 
 
-LIFT = ("a table without a batch axis, after each sample has kept rows of its own: hand it over with a batch axis of "
-        "size 1, and name its axis of tokens in along=")
+LIFT = ("a table without a batch axis, after each sample has kept its own rows: pass it with a batch axis of size 1, "
+        "and name its token axis in along=")
 
 
 class Block:
-    """A block of the network, its description by the names of its arguments, and its route."""
+    """A block of the network, with its description by argument names and its route."""
 
     def __init__(self, index: int, module: nn.Module, spec: Blocks):
         self.index, self.module, self.spec, self.inner = index, module, spec, bare(module)
         if isinstance(self.inner, nn.ModuleList | nn.ModuleDict):
-            raise ValueError(f"{spec.path}.{index} is a {type(self.inner).__name__} of {len(self.inner)} modules, and "
-                             f"no block: indices of routes would count such groups. Build the network with a list of "
+            raise ValueError(f"{spec.path}.{index} is a {type(self.inner).__name__} of {len(self.inner)} modules, not "
+                             f"a block: route indices would count such groups. Build the network with a list of "
                              f"blocks (DINOv2: block_chunks=0), each with its own forward and residuals.")
         self.eager = vars(self.inner).get("forward") or partial(type(self.inner).forward, self.inner)
-        self.names = names_of(self.inner)
+        self.names = argument_names(self.inner)
         self.tokens, self.text, self.front = map(self.name_of, (spec.tokens, spec.text, spec.front))
-        self.along = []                     # arguments along the tokens, their parts if they are tuples, axes
+        self.along = []                     # (an argument along the tokens, the part of it if it is a tuple, the axis)
         for key, axis in spec.along.items():
             name, _, part = key.partition(".") if isinstance(key, str) else (self.name_of(key), "", "")
             self.along.append((name, part, axis))
@@ -125,7 +126,7 @@ class Block:
         return f"Route {self.route}, block {self.index} of {self.spec.path}"
 
     def name_of(self, key: Any) -> Any:
-        """Returns the name of an argument that is given by its number, or the number where it has no name."""
+        """Returns the name of the argument at a position, or the position if the argument has no name."""
         return self.names[key] if isinstance(key, int) and key < len(self.names) else key
 
     def put_on(self, route: Route, r: int) -> None:
@@ -140,18 +141,18 @@ class Block:
 
 
 class Stay:
-    """The tokens that are kept on a route of one pass; a function in `along` gets an argument of a block and this.
+    """The tokens that are kept on one route in one pass; a function in `along` receives it with a block's argument.
 
-    `ids` (B, K) count the tokens that may be routed, and `away` are all tokens before the route's start. `length`
-    counts the block's stream with the tokens that are away, `gone` these tokens. `given` are the block's arguments, by
-    name or number, before tokens are taken out.
+    `ids` (B, K) index the kept tokens among those that may be routed, and `away` holds all tokens before the route's
+    start. `length` counts the tokens of the block's stream, including routed ones, and `gone` counts the routed ones.
+    `given` holds the block's arguments, by name or position, before tokens are removed.
     """
 
     def __init__(self, run: "Pass", ids: Tensor, away: Tensor):
         self.run, self.ids, self.away = run, ids, away
-        # Where the kept tokens are, by the length of a sequence. A dict would fix the length in a compiled graph.
+        # Pairs (length of a sequence, positions of the kept tokens). In a dict the length would be compiled in.
         self.index: list[tuple[int, Tensor]] = []
-        # The latest argument of a name and a list of blocks, its version, and what is kept of it.
+        # For an argument's name and a list of blocks: its latest value, that value's version, and what is kept of it.
         self.along: dict[tuple[str, str], tuple[Any, int, Any]] = {}
 
     length = property(lambda self: self.run.stream)
@@ -161,7 +162,7 @@ class Stay:
     network = property(lambda self: self.run.routing.modules[0])
 
     def places(self, length: int | None = None) -> Tensor:
-        """Returns where the kept tokens are (B, length - gone), in the stream or in a sequence of a length."""
+        """Returns the positions of the kept tokens (B, length - gone), in the stream or a sequence of `length`."""
         length, ids = self.length if length is None else length, self.ids
         if length == self.run.free:
             return ids
@@ -175,7 +176,7 @@ class Stay:
         return index
 
     def take(self, given: dict) -> dict:
-        """Returns a block's arguments, those along its tokens reduced to the kept tokens."""
+        """Returns a block's arguments, with those along its tokens reduced to the kept tokens."""
         block, taken = self.run.block, dict(given)
         for name, part, axis in block.along:
             value = taken.get(name)
@@ -210,74 +211,74 @@ class Stay:
             return value
         axis = range(ndim)[axis]
         has_rows = rank > ndim or (ndim == 2 if axis == 0 else len(value) == 1 or len(value) == batch)
-        # `in` would not tell that sizes which a compiled graph leaves open are equal.
+        # `in` would not find equal sizes that are symbolic in a compiled graph.
         sizes = self.run.free, self.run.stream, self.run.length
         if all(value.shape[axis] != size for size in sizes) or not has_rows:
-            whose = dict(zip(sizes, ("the tokens that may be routed", "the blocks' stream", "the whole sequence"),
+            whose = dict(zip(sizes, ("the tokens that may be routed", "the blocks' stream", "the complete sequence"),
                              strict=True))
-            lengths = [f"{length} long ({of})" for length, of in whose.items()]
+            lengths = [f"{length} long ({owner})" for length, owner in whose.items()]
             raise ValueError(f"{self.run.block}: {name} is {tuple(value.shape)}. Its axis {axis} must be "
-                             f"{' or '.join(lengths)}, behind an axis of {batch} samples or of size 1.")
+                             f"{' or '.join(lengths)}, after an axis of {batch} samples or of size 1.")
         index = self.places(value.shape[axis])
         if axis == 0 and rank == ndim:
             return PerSample(value[index])
         table, axis = value[(None,) * (rank - ndim)], axis + rank - ndim
-        # take_along_dim would fix the sizes in a compiled graph.
+        # take_along_dim would make the sizes constants in a compiled graph.
         before, behind = table.shape[1:axis], table.shape[axis + 1:]
         index = index.view(batch, *[1] * (axis - 1), -1, *[1] * (rank - axis - 1)).expand(batch, *before, -1, *behind)
         return table.expand(batch, *table.shape[1:]).gather(axis, index)
 
     def rejoin(self, x: Tensor) -> Tensor:
-        """Puts the tokens of a block's stream among those that are away."""
+        """Puts the tokens of a block's stream back among the routed ones."""
         run, spec, away = self.run, self.run.block.spec, self.away
         if spec is not run.routing.blocks[run.block.route.start_layer_idx].spec:
-            # they were taken out before text, say, was in their sequence
+            # they were removed before other tokens, such as text, joined their sequence
             before = run.before if spec.joined else 0
             away = nn.functional.pad(away, (0, 0, before, self.length - before - away.shape[1]))
         return run.routing.router.end_route(x, self.places(), away.to(x.dtype))
 
 
 class Pass:
-    """One forward pass: the tokens that stay on each route, and the block at hand.
+    """One forward pass: the kept tokens of each route, and the current block.
 
-    `free` tokens of a sequence may be routed, in one run behind `front` and `text` others. If text has a stream of its
-    own, the block's stream is without it, but some of its tables run along the complete sequence.
+    `free` tokens of a sequence may be routed. They are contiguous, after `front` and `text` others. If text has its own
+    stream, the block's stream does not contain it, but some of the block's tables cover the complete sequence.
     """
 
     def __init__(self, routing: "Routing"):
         self.routing, self.last, self.has_gradient = routing, -1, torch.is_grad_enabled()
-        # A number, one for each sample (B,), or places in the sequence; None until `free` or a block says it.
+        # A number, one for each sample (B,), or positions in the sequence; None until a block's call determines it.
         self.text: Any = None if routing.family.free else routing.keep
         self.free = 0
         self.keep_mask: Tensor | None = None    # (B, free) bool: these are kept
         self.stays: dict[int, Stay] = {}        # by the number of the route
         self.ids_keep: list[Tensor | None] = [None] * len(routing.routes)
         self.between = False                    # true after a block of a route, until the next one
-        self.block: Block | None = None         # the one at hand, and its arguments
+        self.block: Block | None = None         # the current one, and its arguments
         self.given: dict[str | int, Any] = {}
-        # Lengths with the tokens that are away: of its stream, of the complete sequence; text and others in front.
+        # Numbers of tokens, with routed ones: in its stream, in the complete sequence; of text and others in front.
         self.stream, self.length, self.before, self.front = 0, 0, 0, 0
 
     @property
     def trials(self) -> Trials | None:
-        """What tries the blocks of this pass; compiled code and a block that is recomputed are not tried."""
+        """Tries the blocks of this pass; None in compiled code and while a block is recomputed."""
         routing = self.routing
         return None if torch.compiler.is_compiling() or routing.recomputed is not None else routing.trials
 
     def advance(self, block: int) -> None:
-        """Notes that a block is called, or at the number of blocks that the pass is over."""
+        """Records that a block is called, or, for the number of blocks, that the pass is over."""
         depth = len(self.routing.blocks)
         if block == depth and self.last == -1:
             raise ValueError(f"{type(self.routing.modules[0]).__name__} called none of its {depth} blocks in "
-                             f"{self.routing.blocks[0].spec.path}: it calls their parts, or others. Name the blocks "
-                             f"that its forward calls.")
+                             f"{self.routing.blocks[0].spec.path}: it calls their parts, or other blocks. Name the "
+                             f"blocks that its forward calls.")
         if block != self.last + 1:
             raise ValueError(f"After block {self.last} came {'the end' if block == depth else f'block {block}'}: a "
                              f"route needs each of the {depth} blocks once, from the first to the last.")
         self.last = block
 
     def read_call(self, given: dict[str, Any]) -> None:
-        """Counts tokens by the network's arguments; raises ValueError for arguments that cannot be routed."""
+        """Counts tokens from the network's arguments; raises ValueError for arguments that cannot be routed."""
         family, mask = self.routing.family, self.routing.keep_mask
         if self.trials:
             self.trials.read_call(given)
@@ -292,14 +293,14 @@ class Pass:
         self.keep_mask = mask(given) if callable(mask) else mask
 
     def call(self, block: Block, forward: Callable, args: tuple, kwargs: dict, recomputable: bool) -> Any:
-        """Calls a block, on a route with the kept tokens; the output at the end of a route is that of all tokens."""
+        """Calls a block, on a route only with the kept tokens; at the end of a route, returns all tokens."""
         def with_arguments(function: Callable, given: dict) -> Any:
             return function(*[given[block.name_of(i)] for i in range(len(args))],
                             **{name: given[name] for name in kwargs})
 
         self.block, self.between = block, False
         given = {block.name_of(i): value for i, value in enumerate(args)} | kwargs
-        x = alone(given.get(block.tokens))
+        x = only_element(given.get(block.tokens))
         if block.text is not None:
             self.text = given[block.text].shape[1]
         if block.route is None:
@@ -309,13 +310,13 @@ class Pass:
             x = output[block.spec.out] if isinstance(output, tuple | list) else output
         else:
             given = self.enter(given, x, with_arguments)
-            output, x = self.leave(alone(given[block.tokens]), with_arguments(forward, given), recomputable)
+            output, x = self.leave(only_element(given[block.tokens]), with_arguments(forward, given), recomputable)
         if self.trials:
             self.trials.leave(block, x)
         return output
 
     def enter(self, given: dict, x: Any, with_arguments: Callable) -> dict:
-        """Returns the arguments of a block on a route for the kept tokens, which are drawn before its first block."""
+        """Returns a block's arguments for the kept tokens, which are sampled before the first block of its route."""
         routing, block, trials = self.routing, self.block, self.trials
         plain = bool | int | float | str | None
         for name, value in given.items():
@@ -328,26 +329,26 @@ class Pass:
                      "a nested tensor (set enable_nested_tensor=False)" if x.is_nested else tuple(x.shape))
             raise ValueError(f"{block}: {block.tokens} is {found}, but tokens (B, N, D) are routed: name their "
                              f"argument by family=Family((Blocks(path, tokens=),)).")
-        are_all = block.starts or block.spec.whole
-        self.measure(x.shape[1] + (0 if are_all else self.stays[block.r].gone), given.get(block.front) or 0)
+        has_all = block.starts or block.spec.whole      # its tokens are not reduced yet
+        self.measure(x.shape[1] + (0 if has_all else self.stays[block.r].gone), given.get(block.front) or 0)
         if trials:
             trials.compare(self, x)
             trials.check_batch(block, x)
         if block.starts:
-            self.draw(x)
+            self.sample_mask(x)
             if routing.own:
                 self.check_named(given, x)
         stay, self.given = self.stays[block.r], given
         if trials:
             trials.try_block(stay, given, with_arguments)
-        if are_all:
+        if has_all:
             x = routing.router.start_route(x, stay.places())
             given = given | {block.tokens: [x] if isinstance(given[block.tokens], list) else x}
-        taken, self.given = stay.take(given), {}
-        return taken
+        reduced, self.given = stay.take(given), {}
+        return reduced
 
     def measure(self, length: int, front: int) -> None:
-        """Notes what is in the stream of the block, whose length includes the tokens that are away."""
+        """Records what the block's stream contains; `length` includes the routed tokens."""
         spec, has_stream = self.block.spec, self.block.text is not None
         if isinstance(self.text, tuple):
             self.text = sorted({range(length)[i] for i in self.text})
@@ -356,8 +357,8 @@ class Pass:
         self.stream, self.length, self.front = length, length + (self.text if has_stream else 0), front
         self.before = self.text if (has_stream or spec.joined) and not self.routing.family.text_last else 0
 
-    def draw(self, x: Tensor) -> None:
-        """Draws the mask of a route before its first block, from all tokens x of that block."""
+    def sample_mask(self, x: Tensor) -> None:
+        """Samples the mask of a route before its first block, from all tokens x of that block."""
         routing, block, (batch, length) = self.routing, self.block, x.shape[:2]
         if not routing.family.free:
             text = self.text if block.spec.joined else 0
@@ -375,11 +376,11 @@ class Pass:
         ratio, noise = self.forced(x, None if noise is None else noise[:, block.r])
         free = routing.router.start_route(x.detach(), self.places(x, length))
         ids = routing.router.get_mask(free, ratio, noise)
-        if block.r not in self.stays:           # a recomputation draws only so that later dropout finds its numbers
+        if block.r not in self.stays:           # a recomputation samples only to keep dropout's random numbers
             self.stays[block.r], self.ids_keep[block.r] = Stay(self, ids, x), ids
 
     def forced(self, x: Tensor, noise: Tensor | None) -> tuple[float | Fraction, Tensor | None]:
-        """Returns the ratio and the noise that keep the tokens of keep_mask; the ratio may fall, so that all can."""
+        """Returns the ratio and the noise that keep the tokens of keep_mask; with grow, too many lower the ratio."""
         mask, ratio = self.keep_mask, self.block.route.selection_ratio
         if self.routing.keep_mask is None:
             return ratio, noise
@@ -399,7 +400,7 @@ class Pass:
         return ratio, self.routing.router.keep(noise, mask.to(x.device, non_blocking=True))
 
     def places(self, like: Tensor, length: int) -> Tensor:
-        """Returns where the tokens that may be routed are (B, n), in a sequence or stream of a length."""
+        """Returns the positions (B, n) of the tokens that may be routed, in a stream or sequence of `length`."""
         if isinstance(self.text, list):
             free = torch.tensor([[i for i in range(length) if i not in self.text]], device=like.device)
         else:
@@ -409,7 +410,7 @@ class Pass:
         return free.expand(len(like), -1)
 
     def check_named(self, given: dict[str | int, Any], x: Tensor) -> None:
-        """Raises ValueError for a value as long as the tokens that is not named: a block might cut it to its own."""
+        """Raises ValueError for an unnamed value as long as the tokens, as a block might cut it to its own length."""
         block, (batch, _, width) = self.block, x.shape
         for name in given.keys() - block.known:
             for value in given[name] if isinstance(given[name], tuple | list) else [given[name]]:
@@ -422,38 +423,38 @@ class Pass:
                                      f"in along=, or write along={{{name!r}: {{}}}} if it has no value per token.")
 
     def leave(self, tokens: Tensor, output: Any, recomputable: bool) -> tuple[Any, Tensor]:
-        """Returns the output of a block on a route that got `tokens`, and the tokens in it; at the end, all tokens."""
+        """Returns the output of a block that got `tokens`, and the tokens in it; at a route's end, all tokens."""
         block, spec, several = self.block, self.block.spec, isinstance(output, tuple | list)
         stay, x = self.stays[block.r], output[spec.out] if several else output
         streams = [part for part in output if isinstance(part, Tensor) and part.ndim == 3] if several else []
-        is_open = len(streams) > 1 and self.routing.own and block.text is None
-        if is_open or not isinstance(x, Tensor) or x.shape[:2] != tokens.shape[:2]:
-            found = (f"{len(streams)} streams, {[tuple(part.shape) for part in streams]}" if is_open else
+        is_ambiguous = len(streams) > 1 and self.routing.own and block.text is None
+        if is_ambiguous or not isinstance(x, Tensor) or x.shape[:2] != tokens.shape[:2]:
+            found = (f"{len(streams)} streams, {[tuple(part.shape) for part in streams]}" if is_ambiguous else
                      tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__)
-            raise ValueError(f"{block} gets tokens {tuple(tokens.shape)} and returns {found}: say what is routed by "
-                             f"family=Family((Blocks(path, tokens=, text=, out=),)).")
+            raise ValueError(f"{block} gets tokens {tuple(tokens.shape)} and returns {found}: describe what is routed "
+                             f"by family=Family((Blocks(path, tokens=, text=, out=),)).")
         self.between = not block.ends
         if not (block.ends or spec.whole):
             return output, x
         x = stay.rejoin(x)
-        if block.ends:                      # without its graph, which leads to this pass
+        if block.ends:                      # detached, because its graph refers to this pass
             stay.away = stay.away.detach() if recomputable or spec.whole else None
             stay.along.clear()
         return type(output)([*output[:spec.out], x, *output[spec.out + 1:]]) if several else x, x
 
 
 @dataclass
-class Taken:
+class KeptTokens:
     """What `routed` yields: `ids_keep[r]` (B, K) of the latest pass, or None before a pass or if no token is routed.
 
-    Ids count only the tokens that may leave: with a class token, id 0 is token 1.
+    Ids count only the tokens that may be routed: with a class token, id 0 is token 1.
     """
 
     ids_keep: list[Tensor | None]
 
 
 class Routing:
-    """A network on its routes: what is fixed when `routed` is entered, and the forwards that are wrapped."""
+    """A network with its routes: all that is fixed when `routed` is entered, and the wrapped forwards."""
 
     def __init__(self, network, routes, blocks, along, keep, mask_noise, keep_mask, grow, router, compiled, family,
                  probe, ordered):
@@ -463,7 +464,7 @@ class Routing:
                              "for a known network.")
         if family is None and blocks is not None:
             family = Family((Blocks(blocks if isinstance(blocks, str) else "blocks=", along or {}, joined=True),),
-                            reads=encoder_depths)
+                            reads=families.encoder_depths)
         self.family = family_of(network) if family is None or type(network).__name__ in families.REFUSED else family
         self.keep = keep if isinstance(keep, int) else tuple(keep or ()) or 0  # how many are never routed, or which
         self.blocks: list[Block] = []
@@ -500,9 +501,9 @@ class Routing:
                              f"a tensor of floats (B, routes, N).")
         self.mask_noise, self.keep_mask, self.grow = mask_noise, keep_mask, grow
         if keep_mask is not None and grow and compiled:
-            raise ValueError("keep_mask may raise the number of kept tokens, and so compile the network again: set "
+            raise ValueError("keep_mask may raise the number of kept tokens, which recompiles the network: set "
                              "grow=False, or compile its blocks.")
-        self.arguments = names_of(network)
+        self.arguments = argument_names(network)
         self.defaults = {name: p.default for name, p in inspect.signature(type(network).forward).parameters.items()
                          if p.default is not p.empty}
 
@@ -511,23 +512,23 @@ class Routing:
             self.trials = Trials(TRIED.setdefault(network, set()), ordered)
         self.open = True                        # until the `with` block ends
         self.latest: Pass | None = None
-        self.recomputed: Pass | None = None  # the pass whose blocks a backward computes again, while it does
-        self.taken = Taken([None] * len(self.routes))
+        self.recomputed: Pass | None = None  # the pass whose blocks a backward is recomputing
+        self.kept = KeptTokens([None] * len(self.routes))
         self.modules = [network, *(block.module for block in self.blocks)]
-        # What a call of a module runs: a compiled block is wrapped outside of its graph, where checkpoints are seen.
+        # The attribute that a call runs. A compiled block is wrapped outside of its graph, where checkpoints are seen.
         self.slots = ["forward", *("_compiled_call_impl" if module._compiled_call_impl and not compiled else "forward"
                                    for module in self.modules[1:])]
         self.before = [vars(module).get(slot) for module, slot in zip(self.modules, self.slots, strict=True)]
         self.wraps = list(map(self.wrap, self.modules, self.before, [None, *self.blocks]))
 
     def wrapped(self) -> AbstractContextManager[None]:
-        """Wraps the network and its blocks; a bound method, so that a copy of a module has its own."""
+        """Wraps the network and its blocks in bound methods, so that a copy of a module has its own."""
         return self.with_forwards(map(MethodType, self.wraps, self.modules))
 
     @contextmanager
     def with_forwards(self, forwards: Iterable[Callable | None]) -> Iterator[None]:
-        """Gives the network and its blocks other forwards, or for None those of their classes."""
-        def give(forwards: Iterable[Callable | None]) -> None:
+        """Replaces the forwards of the network and its blocks; None stands for the forward of the class."""
+        def set_forwards(forwards: Iterable[Callable | None]) -> None:
             for module, slot, forward in zip(self.modules, self.slots, forwards, strict=True):
                 vars(module).pop(slot, None)
                 if forward is not None:
@@ -535,13 +536,13 @@ class Routing:
 
         before = [vars(module).get(slot) for module, slot in zip(self.modules, self.slots, strict=True)]
         try:
-            give(forwards)
+            set_forwards(forwards)
             yield
         finally:
-            give(before)
+            set_forwards(before)
 
     def wrap(self, routed_module: nn.Module, own: Callable | None, block: Block | None) -> Callable:
-        """Returns what a call of a block (None: of the network) runs; `own` is a forward that the module itself has."""
+        """Returns the routed forward of a block (None: of the network); `own` is a forward set on the module itself."""
         of_class = type(routed_module).forward
 
         def routed_forward(module, *args, **kwargs):
@@ -563,7 +564,7 @@ class Routing:
         return routed_forward
 
     def pass_of(self, block: Block | None, args: tuple, kwargs: dict[str, Any]) -> Pass | None:
-        """Returns the pass of a call of a block (None: of the network); the network begins one, or else block 0."""
+        """Returns the pass that a call of a block (None: the network) belongs to; the network or block 0 begins it."""
         if self.recomputed is not None or not self.open:
             return self.recomputed
         if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
@@ -588,11 +589,11 @@ class Routing:
         """Begins a pass of the network with these arguments."""
         self.end()
         self.latest = Pass(self)
-        self.taken.ids_keep = self.latest.ids_keep
+        self.kept.ids_keep = self.latest.ids_keep
         self.latest.read_call(given)
 
     def end(self) -> None:
-        """Leaves the latest pass; tokens away in one that broke off lose the graph, which would hold them for ever."""
+        """Ends the latest pass; one that failed detaches its routed tokens, whose graph would hold them for ever."""
         if self.latest is not None:
             self.latest.given = {}
             for stay in self.latest.stays.values():
@@ -601,9 +602,9 @@ class Routing:
 
 
 def mark_checkpoint(run: Pass) -> bool:
-    """True if a checkpoint is around this call, whose saved tensors then remember the pass.
+    """True if this call is inside a checkpoint, whose saved tensors then remember the pass.
 
-    A checkpoint recomputes when backward first asks for something that it saved. So the pass is known there, wherever
+    A checkpoint recomputes when backward first needs a tensor that it saved. So the pass is known there, wherever
     and in whatever order backward is called. Raises ValueError for two passes in one checkpoint.
     """
     hooks = None if torch.compiler.is_compiling() else torch._C._autograd._top_saved_tensors_default_hooks(False)
@@ -615,7 +616,7 @@ def mark_checkpoint(run: Pass) -> bool:
             raise ValueError("One checkpoint contains two routed passes: use one checkpoint for each.")
         return True
 
-    done = -1                               # the backward that has recomputed it all
+    done = -1                               # id of the backward that has recomputed everything
 
     def unpack_for_pass(packed: Any) -> Tensor:
         nonlocal done
@@ -638,7 +639,7 @@ def mark_checkpoint(run: Pass) -> bool:
 
 
 def version_of(value: Any) -> int:
-    """Counts how often a tensor was changed in place, where that is counted."""
+    """Returns how often a tensor was changed in place, or 0 if torch does not count it."""
     if torch.compiler.is_compiling() or not isinstance(value, Tensor) or value.is_inference():
         return 0
     return value._version
@@ -650,7 +651,7 @@ def check_torch() -> None:
     autograd, seen = torch._C._autograd, []
 
     def look(x: Tensor) -> Tensor:
-        try:                                # an error that left a checkpoint would leave its hooks behind
+        try:                                # an exception inside a checkpoint would leave its hooks behind
             pack, unpack = autograd._top_saved_tensors_default_hooks(False)
             autograd._pop_saved_tensors_default_hooks()
             autograd._push_saved_tensors_default_hooks(pack, unpack)
@@ -664,11 +665,11 @@ def check_torch() -> None:
         checkpoint(look, x, use_reentrant=False, preserve_rng_state=False).backward()
     if seen != [("torch.utils.checkpoint", True), ("torch.utils.checkpoint", False)]:
         raise RuntimeError(f"routed() cannot tell passes apart in torch {torch.__version__}, whose saved tensors or "
-                           f"checkpoints work in another way ({seen}). It is tested with torch 2.11 and 2.15.")
+                           f"checkpoints work differently ({seen}). It is tested with torch 2.11 and 2.15.")
 
 
 def read_routes(routes: Iterable[Route | Mapping[str, Any]] | Mapping[str, Any]) -> list[Route]:
-    """Reads routes: one, or a list of routes or of mappings, which may be in a config such as SimpleTuner's."""
+    """Reads one route, or a list of routes or mappings, which may be in a config such as SimpleTuner's."""
     if isinstance(routes, Mapping):
         config = routes.get("tread_config", routes)
         if not isinstance(config, Mapping) or "routes" not in config:
@@ -702,28 +703,28 @@ def read_route(route: Route | Mapping[str, Any]) -> Route:
 @contextmanager
 def routed(
     model: nn.Module,                                   # alone, or inside DDP, torch.compile or PEFT
-    routes: Iterable[Route | Mapping] | Mapping,        # those of this step; SimpleTuner's {"routes": [{…}]} too
+    routes: Iterable[Route | Mapping] | Mapping,        # of this step; SimpleTuner's {"routes": [{…}]} works, too
     *,
     blocks: str | nn.Module | None = None,              # the list of blocks of a network that is not in FAMILIES
     along: Mapping[str | int, int] | None = None,       # argument of a block, by name or number -> axis of the tokens
     keep: int | Iterable[int] | None = None,            # how many tokens in front are never routed, or which
     mask_noise: Tensor | None = None,                   # (B, routes, N) over the N tokens that may be routed
-    keep_mask: Tensor | Callable[..., Tensor] | None = None,    # (B, N) bool, or what makes it of the call
-    grow: bool = True,                                  # K grows to the most tokens that keep_mask keeps of a sample
-    router: Router | None = None,                       # how tokens are selected; the network's own, or at random
-    family: Family | None = None,                       # a row of one's own, in place of blocks, along and keep
-    probe: bool = True,                                 # try the blocks first, of a network that is no library's
-    ordered: bool = False,                              # its blocks depend on the order of tokens (causal, scans)
-) -> Iterator[Taken]:
+    keep_mask: Tensor | Callable[..., Tensor] | None = None,    # (B, N) bool, or a function of the call's arguments
+    grow: bool = True,                                  # raise K to the most tokens that keep_mask keeps in a sample
+    router: Router | None = None,                       # how tokens are selected; None: by the network's, or at random
+    family: Family | None = None,                       # your own description, instead of blocks, along and keep
+    probe: bool = True,                                 # try the blocks first, unless the network is a library's
+    ordered: bool = False,                              # the blocks depend on the order of tokens (causal, scans)
+) -> Iterator[KeptTokens]:
     """Routes each forward pass of a network inside the `with` block, in training and evaluation; outside it is dense.
 
     Indices of routes count the blocks of all lists of the network, and routes are numbered in order of depth. Masks
-    are sampled in each pass, or decided by mask_noise (see `Router.get_mask`). Yields `taken`, whose ids_keep[r] (B, K)
-    are the kept tokens among the N that may be routed. Text, class and register tokens and condition images are never
-    routed, and tokens of keep_mask are not routed in this pass. A callable keep_mask gets the arguments of the call as
-    a dict by name. A block that a backward recomputes sees the masks of its pass, also outside the `with` block. Inside
-    of it, `routed(model, [])` is dense until it is left. Raises ValueError, with the reason, for a network or a call
-    that cannot be routed exactly, for a pass that does not reach the blocks, and on leaving if there was no pass.
+    are sampled in each pass, or decided by mask_noise (see `Router.get_mask`). Yields `KeptTokens`,
+    whose ids_keep[r] (B, K) index the N tokens that may be routed. Text, class and register tokens and condition images
+    are never routed, and tokens of keep_mask are not routed in this pass. A callable keep_mask gets the arguments of
+    the call as a dict by name. A block that a backward recomputes sees the masks of its pass, also outside the `with`
+    block. Inside it, `routed(model, [])` is dense. Raises ValueError, with the reason, for a network or a call that
+    cannot be routed exactly, for a pass that does not reach the blocks, and on exit if there was no pass.
     """
     check_torch()
     network = network_of(model)
@@ -733,24 +734,24 @@ def routed(
     compiled = any(hasattr(part, "_orig_mod") or part._compiled_call_impl for part in around)
     routing = Routing(network, read_routes(routes), blocks, along, keep, mask_noise, keep_mask, grow, router, compiled,
                       family, probe, ordered)
-    if not any(block.route for block in routing.blocks):     # dense: what was compiled without a route is used
+    if not any(block.route for block in routing.blocks):     # dense: uses what was compiled without a route
         with other.with_forwards(other.before) if is_routed else nullcontext():
-            yield routing.taken
+            yield routing.kept
         return
     if is_routed:
         raise ValueError(f"{type(network).__name__} is routed already: pass all routes to one routed(), or [] for a "
                          f"dense pass inside of it.")
     try:
         with routing.wrapped():
-            yield routing.taken
+            yield routing.kept
         if routing.latest is None:
-            raise ValueError(f"{type(network).__name__} was not called inside routed(), so nothing was routed: put the "
-                             f"call of this very network into the `with` block.")
+            raise ValueError(f"{type(network).__name__} was not called inside routed(), so nothing was routed: call "
+                             f"this very network inside the `with` block.")
         if routing.latest.last < len(routing.blocks):
             routing.latest.advance(len(routing.blocks))
     except RuntimeError as error:
         if routing.latest is not None and routing.latest.between and not isinstance(error, torch.OutOfMemoryError):
-            raise ValueError(f"After block {routing.latest.last}, with tokens away, the network itself fails "
+            raise ValueError(f"After block {routing.latest.last}, with some tokens routed, the network fails "
                              f"({str(error).partition(chr(10))[0]}): it may add or compare tokens outside of its "
                              f"blocks. Name blocks that contain its residuals and skips.") from error
         raise
@@ -763,9 +764,9 @@ def probe(
     model: nn.Module, call: Callable[[], Any], routes: Iterable[Route | Mapping] = (Route(0, -1, 0.5),), *,
     ordered: bool = False, **description: Any,
 ) -> list[Trial]:
-    """Tries the blocks of a network, known or described as for `routed`, in one pass that `call()` makes of it.
+    """Tries the blocks of a network, which is known or described as for `routed`, in one pass that `call()` runs.
 
-    Returns what was measured, a row for each kind of block and arguments. Raises the errors of `routed`.
+    Returns the measurements, one for each kind of block and arguments. Raises the same errors as `routed`.
     """
     trials = Trials(set(), ordered)
     with torch.no_grad(), routed(model, routes, probe=trials, **description):

@@ -1,6 +1,6 @@
-"""A block is tried before it is trusted: with its tokens in another order, it must return the same in that order.
+"""Tries a block before trusting it: with its tokens in another order, it must return the same values in that order.
 
-Networks that are known by names alone, or described by their user, may have blocks that no description shows.
+A network that is known only by its names, or described by its user, may have blocks that differ from the description.
 """
 
 import math
@@ -14,14 +14,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from routed.families import alone
+from routed.families import only_element
 
-TRIED: WeakKeyDictionary = WeakKeyDictionary()      # of each network, what has been tried
+TRIED: WeakKeyDictionary = WeakKeyDictionary()      # network -> what has been tried in it
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What a trial measured: the deviation is a share of what the block adds to its tokens, and so is the tolerance."""
+    """The result of a trial; deviation and tolerance are relative to what the block adds to its tokens."""
 
     block: str
     deviation: float
@@ -30,33 +30,33 @@ class Trial:
 
 
 class Trials:
-    """Tries the blocks of one network, each kind of block and arguments once, and lists what that measured.
+    """Tries the blocks of one network, each kind of block and arguments once, and lists the results.
 
-    `ordered` blocks depend on the order of their tokens (causal attention, scans), which a route leaves as it is.
+    `ordered` blocks depend on the order of their tokens (causal attention, scans), which routing preserves.
     """
 
     def __init__(self, tried: set, ordered: bool = False):
         self.tried, self.ordered, self.rows = tried, ordered, []
-        self.batches: set[int] = set()      # sizes that the network's call has for its samples
+        self.batches: set[int] = set()      # possible batch sizes in the network's arguments
         self.left: tuple[int, Tensor] | None = None     # the latest block, and the tokens that it returned
 
     def read_call(self, given: Any) -> None:
         self.batches, self.left = {*lengths_of(given)}, None
 
     def check_batch(self, block: Any, x: Tensor) -> None:
-        """Raises ValueError for a batch that the network's call has not, as a block may mix what it folds into it."""
+        """Raises ValueError for a batch size that the network's call does not have, as a block may mix folded parts."""
         if self.batches and len(x) not in {1, *self.batches}:
-            raise ValueError(f"{block} gets a batch of {len(x)}, and the network none of this size. Parts of a sample "
-                             f"would keep different tokens: do not fold streams, frames or windows into the batch, or "
-                             f"set probe=False if such parts never meet.")
+            raise ValueError(f"{block} gets a batch of {len(x)}, but the network gets none of this size. Parts of a "
+                             f"sample would keep different tokens: do not fold streams, frames or windows into the "
+                             f"batch, or set probe=False if such parts never meet.")
 
     def leave(self, block: Any, x: Any) -> None:
-        """Notes what a block returned, if the tokens of the next one have not been compared with it yet."""
+        """Stores what a block returned, if the tokens of the next block have not been compared with it yet."""
         if isinstance(x, Tensor) and ("after", block.index) not in self.tried:
             self.left = block, x.detach()
 
     def compare(self, run: Any, x: Any) -> None:
-        """Raises ValueError for tokens that changed between two blocks, if a route leads around one of them."""
+        """Raises ValueError for tokens that changed between two blocks, if one of them is on a route."""
         (before, left), self.left, block = self.left or (None, None), None, run.block
         if before is None or before.index != block.index - 1 or not isinstance(x, Tensor):
             return
@@ -67,15 +67,15 @@ class Trials:
             x, left = x[:, rows], left[:, rows]
         if x.shape != left.shape or not torch.allclose(x, left.to(x), rtol=0, atol=0, equal_nan=True):
             raise ValueError(f"Between blocks {before.index} and {block.index} of {block.spec.path} the network "
-                             f"changes the tokens: a residual or skip outside of the blocks would reach tokens that "
-                             f"are away. Name blocks that contain it, or set probe=False if it treats each token "
+                             f"changes the tokens: a residual or skip outside of the blocks would miss the routed "
+                             f"tokens. Name blocks that contain it, or set probe=False if it treats each token "
                              f"alone.")
         self.tried.add(("after", before.index))
 
     def try_block(self, stay: Any, given: dict, with_arguments: Callable) -> None:
         """Raises ValueError for a block whose output depends on more than its tokens and the arguments in `along`.
 
-        `given` are its arguments by name, before tokens are taken out; `with_arguments` calls a function with such.
+        `given` are its arguments by name, before tokens are removed; `with_arguments` calls a function with arguments.
         """
         block = stay.run.block
         kinds = tuple((name, type(value).__name__, getattr(value, "ndim", 0)) for name, value in given.items())
@@ -105,7 +105,7 @@ class Trials:
 
     def measure(self, stay: Any, given: dict, with_arguments: Callable) -> Trial | None:
         run, block, tokens = stay.run, stay.run.block, stay.run.block.tokens
-        x, outs = alone(given[tokens]), []
+        x, outs = only_element(given[tokens]), []
         with undisturbed(block.module, x.device):
             x = x if x.shape[1] == run.stream else stay.rejoin(x)
             generator = torch.Generator(x.device).manual_seed(0)
@@ -118,19 +118,19 @@ class Trials:
                 out = with_arguments(function, call)
                 outs.append(out[block.spec.out] if isinstance(out, tuple | list) else out)
             if any(not isinstance(out, Tensor) or out.shape != x.shape for out in outs):
-                return None                 # refused when the block returns
+                return None                 # `Pass.leave` raises an error for it
             out, turned = (out.to(torch.promote_types(out.dtype, torch.float32)) for out in outs)
             added, size, deviation = (float(part.square().mean().sqrt()) for part in
                                       (out - x, out, turned - out.take_along_dim(index, 1)))
         dtype, eps = precision_of(block.inner, x)
-        if not math.isfinite(deviation) or added <= 4 * eps * size:     # lost in the rounding of what it is added to
+        if not math.isfinite(deviation) or added <= 4 * eps * size:     # lost when added to the tokens and rounded
             return None
         return Trial(f"block {block.index} of {block.spec.path} ({type(block.inner).__name__})", deviation / added,
                      math.sqrt(eps) + eps * size / added, dtype)
 
 
 def in_order(stay: Any, order: Tensor) -> Any:
-    """Returns a `Stay` that keeps all tokens that may be routed, in an order (B, free)."""
+    """Returns a `Stay` that keeps all tokens that may be routed, in the given order (B, free)."""
     run, other = stay.run, copy(stay)
     other.ids, other.index, other.along = order, [], {}
     for length in (run.stream, run.length):
@@ -141,10 +141,10 @@ def in_order(stay: Any, order: Tensor) -> Any:
 
 
 def with_open_gates(block: Any, generator: torch.Generator) -> Callable:
-    """Returns a function that calls a block without its hooks and its route, with noise for parameters near 0.
+    """Returns a function that calls a block without its hooks and its route, with noise in place of parameters near 0.
 
-    So blocks that start as the identity, as with adaLN-Zero or LayerScale, show what they will do. It gets copies of
-    the block's buffers.
+    So a block that starts as the identity, as with adaLN-Zero or LayerScale, shows what it will compute. The function
+    uses copies of the block's buffers.
     """
     holder, device = nn.Module(), generator.device
     holder.block, holder.forward = block.inner, block.eager
@@ -159,7 +159,7 @@ def with_open_gates(block: Any, generator: torch.Generator) -> Callable:
 
 @contextmanager
 def undisturbed(block: nn.Module, device: torch.device) -> Iterator[None]:
-    """Runs a block without gradients and dropout, and leaves it and the random numbers as they were."""
+    """Runs a block without gradients and dropout, and restores the block and the random state."""
     before = [(part, dict(vars(part))) for part in block.modules()]
     kind = {} if device.type == "cpu" else dict(devices=[device], device_type=device.type)
     with torch.no_grad(), torch.random.fork_rng(**kind or dict(devices=[])):
@@ -175,7 +175,7 @@ def undisturbed(block: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def precision_of(block: nn.Module, x: Tensor) -> tuple[torch.dtype, float]:
-    """Returns the coarsest type that a block computes in, and its rounding (TF32's where that may be used)."""
+    """Returns the coarsest dtype that a block computes in, and its rounding error (TF32's if that may be used)."""
     kind = x.device.type
     dtypes = {x.dtype, *(p.dtype for p in block.parameters() if p.is_floating_point() and p.element_size() > 1)}
     if torch.is_autocast_enabled(kind):
@@ -186,7 +186,7 @@ def precision_of(block: nn.Module, x: Tensor) -> tuple[torch.dtype, float]:
 
 
 def settings_of(block: Any, blocks: list) -> tuple:
-    """Returns what makes blocks alike: class and settings of all parts, without those that number the blocks."""
+    """Returns a key that similar blocks share: their class and all settings, except those that number the blocks."""
     def settings(block: Any) -> dict:
         return {(name, key): value for name, part in block.inner.named_modules() for key, value in vars(part).items()
                 if isinstance(value, bool | int | str) and key[0] != "_" and key != "training"}

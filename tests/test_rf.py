@@ -8,7 +8,7 @@ from test_published_parity import Pointwise, names, published, wave
 from torch import nn
 
 from dit import DiT
-from guidance import Guidance, draws_of_masks
+from guidance import Guidance, mask_noise_from
 from rf import RF, CleanRF, sample_tread
 from routing_module import Route
 from sampling.checks import sampler_settings
@@ -119,7 +119,7 @@ def test_each_step_of_tread_guidance_extrapolates_between_two_ratios_on_the_same
     net, (noise, y), n = small_dit(), noise_and_labels(), 5
     z = noise.double()
     for i in range(n):
-        mask_noise, t = draws_of_masks(noise)(i, 1, 16), torch.full((3,), 1 - i / n)
+        mask_noise, t = mask_noise_from(noise)(i, 1, 16), torch.full((3,), 1 - i / n)
         strong = net(z.float(), t, y, routes=(Route(1, 1, 0.3),), mask_noise=mask_noise)
         weak = net(z.float(), t, y, routes=(Route(1, 1, 0.7),), mask_noise=mask_noise)
         z = z - (weak + 1.5 * (strong - weak)).double() / n

@@ -1,7 +1,7 @@
-"""Named tensors <-> checkpoint folders, written completely or not at all, and checked by hash. No pickle.
+"""Saves named tensors as checkpoint folders and loads them: complete or not at all, checked by hash, no pickle.
 
-A run keeps its checkpoints in `<run>/checkpoints/step-00001000/`, each with `<name>.safetensors` files and a
-`meta.json`, which lists every file with its size and SHA-256, and has one of its content.
+A run keeps its checkpoints in `<run>/checkpoints/step-00001000/`. Each has `<name>.safetensors` files and a
+`meta.json`, which lists every file with its size and SHA-256, and has a SHA-256 of its own content.
 """
 
 import contextlib
@@ -23,10 +23,10 @@ from torch import Tensor
 from runtime.files import atomic_write, inside, record_sha256, remove, sha256
 from runtime.schema import read_json
 
-# The types of a checkpoint's tensors by safetensors' names, in the order by which it sorts them, the last one first.
+# safetensors' names for the dtypes in a checkpoint. It sorts a file's tensors by dtype, in the reverse of this order.
 DTYPES = {torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.float16: "F16",
           torch.bfloat16: "BF16", torch.int32: "I32", torch.float32: "F32", torch.float64: "F64", torch.int64: "I64"}
-CHUNK = 2**20  # bytes that are hashed while a processor's cache has them
+CHUNK = 2**20  # bytes that are written and hashed while they are in the CPU's cache
 
 
 def step_folder(run: Path, step: int) -> Path:
@@ -42,7 +42,7 @@ def step_of(folder: Path) -> int:
 
 
 def run_of(folder: Path) -> Path | None:
-    """Returns the run that a checkpoint or a snapshot of averages lies in, if any."""
+    """Returns the run that a checkpoint or a snapshot of averages belongs to, if any."""
     return folder.parent.parent if folder.parent.name in ("checkpoints", "averages") else None
 
 
@@ -61,7 +61,7 @@ def all_steps(run: Path) -> list[Path]:
 
 
 class HashedFile:
-    """A safetensors file as the library writes it, which is hashed while it is written, tensor by tensor."""
+    """Writes a safetensors file as the library does, tensor by tensor, and hashes it at the same time."""
 
     def __init__(self, path: Path, named: Mapping[str, Tensor]):
         self.file, self.digest, self.size = open(path, "wb"), hashlib.sha256(), 0  # noqa: SIM115 (closed by `close`)
@@ -82,7 +82,7 @@ class HashedFile:
             self.size += len(part)
 
     def close(self) -> dict:
-        """Returns the size and the hash of a file that is complete, once it is on the disk."""
+        """Flushes the complete file to disk, and returns its size and hash."""
         with self.file:
             self.file.flush()
             os.fsync(self.file.fileno())
@@ -95,8 +95,8 @@ def in_order(named: Mapping[str, Tensor]) -> list[str]:
     return sorted(named, key=lambda name: (-types.index(named[name].dtype), name))
 
 
-def side_by_side(tensors: Mapping[str, Mapping[str, Tensor]]) -> list[tuple[str, str]]:
-    """Lists (file, tensor) in the order in which a checkpoint is written: of all files the same share at any time."""
+def write_order(tensors: Mapping[str, Mapping[str, Tensor]]) -> list[tuple[str, str]]:
+    """Lists (file, tensor) in the order of writing: at any time the same fraction of each file has been written."""
     places = []
     for file, named in tensors.items():
         sizes = [named[name].numel() * named[name].element_size() for name in in_order(named)]
@@ -107,18 +107,18 @@ def side_by_side(tensors: Mapping[str, Mapping[str, Tensor]]) -> list[tuple[str,
 
 def stored(tensors: Mapping[str, Mapping[str, Tensor]]) -> Iterator[Tensor]:
     """Yields the tensors of a checkpoint's files in the order in which they are written."""
-    return (tensors[file][name] for file, name in side_by_side(tensors))
+    return (tensors[file][name] for file, name in write_order(tensors))
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], values: Iterator[Tensor]) -> dict:
-    """Writes `tensors[name]` to `folder/name.safetensors`, in a thread each; returns each file's size and hash.
+    """Writes `tensors[name]` to `folder/name.safetensors`, each in its own thread; returns each file's size and hash.
 
-    `values` are those of `stored`. At most one of each file waits in the CPU's memory to be written.
+    `values` are in the order of `stored`. At most one tensor of each file waits in CPU memory to be written.
     """
     files = {name: HashedFile(folder / f"{name}.safetensors", named) for name, named in tensors.items()}
     written = {}
     with ThreadPoolExecutor(max(1, len(files))) as pool:
-        for (file, _), value in zip(side_by_side(tensors), values, strict=True):
+        for (file, _), value in zip(write_order(tensors), values, strict=True):
             data = memoryview(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
             if file in written:
                 written[file].result()
@@ -132,10 +132,10 @@ def write_tensors(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], val
 def save(
     folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], meta: dict, values: Iterator[Tensor] | None = None,
 ) -> None:
-    """Writes `tensors[name]` to `folder/name.safetensors` and `meta` to `meta.json`, all of it or nothing.
+    """Writes `tensors[name]` to `folder/name.safetensors` and `meta` to `meta.json`, all or nothing.
 
-    `values` yields the tensors in the order of `stored` where they are gathered from other ranks. A complete checkpoint
-    that exists is not written again. Raises OSError with the room needed and the room left.
+    If tensors are gathered from other ranks, `values` yields them in the order of `stored`. An existing complete
+    checkpoint is not written again. Raises OSError with the space needed and the space left.
     """
     if folder.is_dir() and problem(folder) is None:
         return
@@ -160,7 +160,7 @@ def read_meta(folder: Path) -> dict:
 
 
 def write_meta(folder: Path, meta: dict) -> None:
-    """Writes meta.json with the hash of its content, in place of any that it has."""
+    """Writes meta.json with the hash of its content, which replaces any hash in `meta`."""
     content = json.loads(json.dumps({key: value for key, value in meta.items() if key != "sha256"}))
     content["sha256"] = record_sha256(content)
     (folder / "meta.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
@@ -175,15 +175,15 @@ def check(folder: Path, names: tuple[str, ...] | None = None) -> dict:
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"meta.json is missing or unreadable ({error})") from None
     content = {key: value for key, value in meta.items() if key != "sha256"}
-    if meta.get("sha256") not in (None, record_sha256(content)):  # which older versions lack
+    if meta.get("sha256") not in (None, record_sha256(content)):  # older versions have no hash
         raise ValueError("meta.json is not what was written: its SHA-256 differs")
     if is_step(folder) and meta.get("step") != step_of(folder):
-        raise ValueError(f"meta.json is of step {meta.get('step')}")
+        raise ValueError(f"meta.json is for step {meta.get('step')}")
     for path, (size, digest) in files.items():
-        is_asked, is_whole = names is None or path.stem in names, False
-        with contextlib.suppress(OSError):  # of a name that no disk could have
-            is_whole = is_asked and path.is_file() and path.stat().st_size == size and sha256(path) == digest
-        if is_asked and not is_whole:
+        is_needed, is_intact = names is None or path.stem in names, False
+        with contextlib.suppress(OSError):  # raised for a name that no file system allows
+            is_intact = is_needed and path.is_file() and path.stat().st_size == size and sha256(path) == digest
+        if is_needed and not is_intact:
             raise ValueError(f"{path.name[:100]} is missing, or not what was written: its size or SHA-256 differs")
     return meta
 
@@ -206,7 +206,7 @@ def is_sound(folder: Path) -> bool:
 
 
 def is_planned(folder: Path) -> bool:
-    """True if a checkpoint is of a step at which its run saves anyway; a damaged or earlier one counts as such."""
+    """True if the run planned to save at this step; a damaged checkpoint or an earlier version's counts as planned."""
     try:
         return read_meta(folder).get("planned", True)
     except (OSError, ValueError):
@@ -226,12 +226,12 @@ def read_latest(run: Path, names: tuple[str, ...] | None = None) -> tuple[Path, 
         try:
             return folder, check(folder, names)
         except ValueError as why:
-            if os.path.lexists(folder):  # a link to nothing, too
+            if os.path.lexists(folder):  # true for a broken link, too
                 reason = str(why).rstrip(".")
                 warnings.warn(f"The checkpoint {folder} is damaged and is skipped: {reason}.", stacklevel=2)
             else:
                 pruned = True
-    return read_latest(run, names) if pruned else None  # by its run, which has a newer one
+    return read_latest(run, names) if pruned else None  # the run deleted one, so it has a newer one
 
 
 def latest(run: Path) -> Path | None:
@@ -241,7 +241,7 @@ def latest(run: Path) -> Path | None:
 
 
 def set_aside_after(run: Path, step: int) -> None:
-    """Renames the checkpoints past `step`, which `latest` found damaged, to `damaged-…`, as the run repeats them."""
+    """Renames the checkpoints past `step`, which `latest` found damaged, to `damaged-…`; the run will repeat them."""
     for folder in all_steps(run):
         if step_of(folder) > step:
             aside = folder.with_name(f"damaged-{folder.name}")
@@ -254,11 +254,11 @@ def load(folder: Path, name: str) -> dict[str, Tensor]:
 
 
 def prune(run: Path, step: int, keep_last: int, keep_every: int) -> None:
-    """Deletes, up to a step, all but the newest `keep_last` checkpoints and multiples of `keep_every` (0: none).
+    """Deletes checkpoints up to `step`, except the newest `keep_last` and multiples of `keep_every` (0: none).
 
-    The newest `keep_last` sound checkpoints stay, too. One that was saved because the run was stopped counts while it
-    is of `step`, so that a stopped run ends with the checkpoints of an undisturbed one. Also deletes what killed saves
-    left, so only the process that has locked the run may call it.
+    The newest `keep_last` sound checkpoints are kept, too. A checkpoint that was saved because the run was stopped
+    counts only if it is at `step`. So a stopped run ends with the same checkpoints as an uninterrupted one. Also
+    deletes leftovers of killed saves, so only the process that has locked the run may call it.
     """
     for left in (run / "checkpoints").glob(".step-*.tmp"):
         remove(left)

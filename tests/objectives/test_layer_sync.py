@@ -10,7 +10,7 @@ from dit import DiT
 from objectives import build_objective
 from rf import RF
 from routing_module import Route
-from weights.others import onto_our_time
+from weights.others import reverse_time
 
 THEIRS = published("layer_sync")
 
@@ -18,7 +18,7 @@ THEIRS = published("layer_sync")
 @pytest.mark.parametrize("case", THEIRS["cases"], ids=lambda case: case["name"])
 def test_loss_and_gradient_equal_those_of_layersync(case):
     net = fill(DiT(**TINY))
-    net.load_state_dict(onto_our_time(net.state_dict()))
+    net.load_state_dict(reverse_time(net.state_dict()))
     loss, terms = published_loss(build_objective(net, RF(), {"layer_sync": case["settings"]}), THEIRS)
     assert terms["layer_sync"].tolist() == pytest.approx(case["layer_sync"], abs=1e-5)
     torch.testing.assert_close(loss, torch.tensor(case["denoising"]) + 0.2 * terms["layer_sync"], rtol=0, atol=1e-5)

@@ -179,7 +179,7 @@ def test_a_masked_loss_has_no_gradient_where_the_mask_is_zero_and_all_of_it_wher
 
 
 def test_version_1_replaces_the_plain_loss_and_comes_first():
-    with pytest.raises(ValueError, match="so it comes first"):
+    with pytest.raises(ValueError, match="so it must come first"):
         Version1(Objective(DiffusionLoss(routed_net(), EDM())))
 
 

@@ -489,7 +489,7 @@ def test_a_route_across_the_depth_of_repas_projector_is_refused_with_the_blocks(
 
 def test_videos_of_several_sizes_tiles_and_padded_sequences_are_refused():
     net = wan()
-    refused(net, "those of several sizes, or padded ones",
+    refused(net, "videos of several sizes, or padded ones",
             call=lambda: called(net, torch.randn(BATCH, N + 4, D), torch.arange(N + 4) % N))
     net = hunyuan15()
     net.attn_mode = "flex-block-attn"
@@ -500,7 +500,7 @@ def test_videos_of_several_sizes_tiles_and_padded_sequences_are_refused():
 
 
 @pytest.mark.parametrize(("group", "says"), [
-    (nn.ModuleList, "blocks.0 is a ModuleList of 2 modules, and no block"),
+    (nn.ModuleList, "blocks.0 is a ModuleList of 2 modules, not a block"),
     (type("BlockChunk", (nn.ModuleList,), dict(forward=lambda self, x: x)),
      "blocks.0 is a BlockChunk of 2 modules.*block_chunks=0")])
 def test_groups_of_blocks_are_refused_as_indices_would_count_them(group, says):

@@ -363,7 +363,7 @@ def test_a_table_without_a_batch_axis_serves_each_sample_or_is_refused_if_its_ax
     queries = torch.randn(3, 2, 4, 8)
     for use in (lambda: table[:, None, None], lambda: queries * table, lambda: torch.cat([table[None], queries]),
                 lambda: table.cos()):
-        with pytest.raises((ValueError, AttributeError), match="hand it over with a batch axis of size 1"):
+        with pytest.raises((ValueError, AttributeError), match="pass it with a batch axis of size 1"):
             use()
 
 
@@ -443,7 +443,7 @@ def test_blocks_that_convolve_are_refused_whoever_wrote_them():
      dict(video_self_attention_mask=torch.ones(BATCH, N, N))),
     ("CogView4Transformer2DModel", "holds ['batch_flag']", dict(attention_kwargs=dict(batch_flag=torch.arange(BATCH)))),
     ("ZImageTransformer2DModel", "several sizes", dict(x=[torch.zeros(4, 1, 8, 8 + 8 * b) for b in range(BATCH)])),
-    ("ZImageTransformer2DModel", "several images a sample", dict(x=[[torch.zeros(4, 1, 8, 16)]] * BATCH)),
+    ("ZImageTransformer2DModel", "several images per sample", dict(x=[[torch.zeros(4, 1, 8, 16)]] * BATCH)),
 ])
 def test_controlnet_masks_in_attention_arguments_and_skipped_layers_are_refused(name, says, inputs):
     case = family(name)

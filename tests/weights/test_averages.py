@@ -314,7 +314,7 @@ def test_a_power_function_average_cannot_start_in_the_middle(shapes, tmp_path):
 def test_a_width_of_a_run_without_power_functions_raises_a_one_line_error(shapes, tmp_path):
     trained(tmp_path, shapes, "steps=1")
     with pytest.raises(ValueError,
-                       match=r"has no ema-std0.07: .* tracks none to make it of, as ema.std=\[0.05,0.10\] does"):
+                       match=r"has no ema-std0.07: .* has no power-function averages to .*, as with ema.std=\[0.05"):
         find_checkpoint(tmp_path, "ema-std0.07")
     with pytest.raises(ValueError, match="holds no weights=ema-0.5, but ema.safetensors"):
         find_checkpoint(tmp_path, "ema-0.5")

@@ -57,7 +57,7 @@ def test_a_file_is_safetensors_own_byte_for_byte_and_hashed_without_being_read(t
 def test_files_are_written_side_by_side_and_little_of_them_waits_in_memory(tmp_path, monkeypatch):
     large = {name: {f"{i:02d}": torch.full((count,), 1.0) for i in range(12)}
              for name, count in (("model", 10), ("training", 20))}
-    order = [file for file, _ in checkpoints.side_by_side(large)]
+    order = [file for file, _ in checkpoints.write_order(large)]
     assert all(abs(order[:n].count("model") - n / 2) <= 1 for n in range(25))
     begun, may_go = [], threading.Event()
     write = checkpoints.HashedFile.write
@@ -110,7 +110,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_skipped(tmp_path, name, damage
 def test_a_copied_checkpoint_is_not_of_the_step_in_its_name(tmp_path):
     good = save(tmp_path, 1)
     shutil.copytree(good, checkpoints.step_folder(tmp_path, 2))
-    with pytest.warns(UserWarning, match="step-00000002 is damaged and is skipped: meta.json is of step 1"):
+    with pytest.warns(UserWarning, match="step-00000002 is damaged and is skipped: meta.json is for step 1"):
         assert checkpoints.latest(tmp_path) == good
 
 

@@ -199,7 +199,7 @@ def test_a_base_that_is_gone_or_has_changed_raises_a_one_line_error(trained_run,
         meta["lora"]["base"], meta["init_from"] = str(base), str(own)
         checkpoints.write_meta(folder, meta)
     base.write_bytes(base.read_bytes()[:-1] + b"\1")
-    for says in ("is another file now: its SHA-256 differs. Put that file back", "is not there. Put that file back"):
+    for says in ("has changed: its SHA-256 differs. Put that file back", "is missing. Put that file back"):
         with pytest.raises(ValueError, match=says):
             load_trained(run)
         with pytest.raises(SystemExit) as ended:

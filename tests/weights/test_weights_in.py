@@ -33,7 +33,7 @@ from scripts import import_latents, prepare_latents
 from training.run_folder import open_parent
 from weights.averages import AnyWeights
 from weights.loading import load_trained
-from weights.others import onto_our_time, to_diffusers
+from weights.others import reverse_time, to_diffusers
 from weights.records import build_network
 
 SIT, REPA, LIGHTNING = published("sit"), published("repa"), published("lightning")
@@ -102,11 +102,11 @@ def test_a_published_file_says_its_origin_and_its_velocity_is_ours(family, tmp_p
 @torch.no_grad()
 def test_converted_weights_give_at_any_time_what_the_originals_give_at_the_reversed_time():
     net, turned = fill(DiT(**TINY)), DiT(**TINY).eval()
-    turned.load_state_dict(onto_our_time(net.state_dict()))
+    turned.load_state_dict(reverse_time(net.state_dict()))
     z, y, t = torch.randn(64, 4, 8, 8), torch.arange(64) % 11, torch.rand(64)
     assert torch.allclose(turned(z, t, y), -net(z, 1 - t, y), atol=1e-5)
     assert not torch.allclose(turned(z, t, y), -net(z, t, y), atol=1e-2)
-    twice = onto_our_time(onto_our_time(net.state_dict()))
+    twice = reverse_time(reverse_time(net.state_dict()))
     assert all(torch.allclose(twice[key], value, atol=1e-6) for key, value in net.state_dict().items())
 
 
@@ -137,7 +137,7 @@ def test_weights_of_dit_and_of_tread_are_loaded_unchanged(container, family, giv
 ])
 def test_the_origin_of_bare_weights_is_never_guessed_and_the_error_says_how_to_tell(state, choices, tmp_path):
     save_file(state(), tmp_path / "bare.safetensors")
-    with pytest.raises(ValueError, match="carries no record.*train.py that wrote it") as refused:
+    with pytest.raises(ValueError, match="has no record.*train.py that wrote it") as refused:
         load_trained(tmp_path / "bare.safetensors", num_heads=4)
     assert choices in str(refused.value) and "diffusion_name=" in str(refused.value)
 
@@ -160,9 +160,9 @@ def without(state: dict, part: str) -> dict:
 
 @pytest.mark.parametrize("content, says", [
     (lambda: {"ema": weights_of("sit"), "args": argparse.Namespace(**vars(SIT_ARGS) | {"path_type": "GVP"})},
-     "path_type=GVP, and only linear is read"),
+     "path_type=GVP, but only linear is supported"),
     (lambda: {"ema": weights_of("sit"), "args": argparse.Namespace(**vars(SIT_ARGS) | {"prediction": "score"})},
-     "prediction=score, and only velocity"),
+     "prediction=score, but only velocity"),
     (lambda: {"ema": weights_of("lightning"), "config": {"transport": {"path_type": "VP"}}}, "path_type=VP"),
     (lambda: without(weights_of("repa"), "blocks.1.attn"), "do not fit their network"),
     # ByteDance-Seed/Bagel#160: a frozen part is missing in the average; the raw weights must not fill it up.
@@ -185,7 +185,7 @@ def test_training_from_a_bare_file_asks_for_its_origin_and_refuses_another_diffu
     save_file(weights_of("sit"), tmp_path / "bare.safetensors")
     network = TINY | {"routes": [], "learn_sigma": False}
     record = {"network": network, "diffusion": {"name": "rf"}}
-    with pytest.raises(ValueError, match="say whose they are with diffusion_name="):
+    with pytest.raises(ValueError, match="set diffusion_name="):
         open_parent(one_rank(), str(tmp_path / "bare.safetensors"), record, None)
     parent = open_parent(one_rank(), str(tmp_path / "bare.safetensors"), record, "sit")
     assert parent.family == "sit" and parent.net.out_channels == 4
@@ -219,7 +219,7 @@ def test_a_family_is_shown_only_by_what_is_all_its_own(beside, learn_sigma, fami
                                                          {"ema": state, "args": beside}]
     for content in contents:
         torch.save(content, tmp_path / "x.pt")
-        with pytest.raises(ValueError, match="carries no record") if family is None else contextlib.nullcontext():
+        with pytest.raises(ValueError, match="has no record") if family is None else contextlib.nullcontext():
             assert load_trained(tmp_path / "x.pt", num_heads=4).family == family
 
 
@@ -277,7 +277,7 @@ def test_a_run_starts_from_the_weights_and_a_new_label_table_and_reports_which_w
     weights = ["init_from=weights.pt", "diffusion_name=edm", "new_label_table=true", "data.num_classes=7",
                "optimizer.lr=0"]
     run(tmp_path, "train", weights)
-    assert "weights.pt carries no record. Taken: the average under ema" in capsys.readouterr().out
+    assert "weights.pt has no record. Using the average under ema" in capsys.readouterr().out
     new, old = (load_trained(tmp_path / name).net.state_dict() for name in ("new", "run"))
     assert new[TABLE].shape == (8, 8) and old[TABLE].shape == (7, 8)
     assert all(torch.equal(new[key], old[key]) for key in old if key != TABLE)
@@ -328,8 +328,8 @@ def assert_loaded(path, expected: dict, says: str = "", **given) -> None:
 def test_the_average_is_used_under_any_name_and_the_line_says_so(form, tmp_path):
     ema, raw = two()
     torch.save(AVERAGES[form](ema, raw), tmp_path / "x.pt")
-    assert_loaded(tmp_path / "x.pt", ema, "Taken: the average under " if form != "AveragedModel" else "other")
-    assert_loaded(tmp_path / "x.pt", raw, "as weights=model asks", weights="model")
+    assert_loaded(tmp_path / "x.pt", ema, "Using the average under " if form != "AveragedModel" else "other")
+    assert_loaded(tmp_path / "x.pt", raw, "as set by weights=model", weights="model")
 
 
 @pytest.mark.parametrize("form", [
@@ -343,13 +343,13 @@ def test_each_of_several_averages_can_be_chosen_and_they_are_listed(form, tmp_pa
     torch.save(form(one, other, raw), tmp_path / "x.pt")
     inferred = load_trained(tmp_path / "x.pt", diffusion="dit", num_heads=4).inferred
     keys = re.findall(r"ema[._]0\.9+", inferred)
-    assert {key[4:] for key in keys} == {"0.99", "0.9999"} and "each of which weights= chooses" in inferred
+    assert {key[4:] for key in keys} == {"0.99", "0.9999"} and "choose with weights=" in inferred
     for key in keys:
         assert_loaded(tmp_path / "x.pt", one if key.endswith(".99") else other, f"under {key}", weights=known_key(key))
     for name, expected in (("ema-0.99", one), ("ema-0.9999", other), ("model", raw),
                            (None, one if keys[0].endswith(".99") else other)):
         assert_loaded(tmp_path / "x.pt", expected, weights=name)
-    with pytest.raises(ValueError, match="it holds .*, and no weights=ema-0.5"):
+    with pytest.raises(ValueError, match="it holds .*, but no weights=ema-0.5"):
         load_trained(tmp_path / "x.pt", "ema-0.5", "dit", num_heads=4)
 
 
@@ -459,10 +459,10 @@ def test_files_of_deepspeeds_zero_are_named_with_its_script(tmp_path):
 def test_raw_weights_are_called_raw_if_there_is_no_average(name, tmp_path):
     _, raw = two()
     torch.save({name: raw, "ema": {}}, tmp_path / "x.pt")
-    assert_loaded(tmp_path / "x.pt", raw, f"the raw weights under {name}, as no average is in the file")
+    assert_loaded(tmp_path / "x.pt", raw, f"the raw weights under {name}, as the file has no average")
     torch.save({name: raw, "teacher": raw}, tmp_path / "y.pt")
     assert_loaded(tmp_path / "y.pt", raw, "as no key names an average (beside ")
-    with pytest.raises(ValueError, match=f"holds {name}, and no weights=ema"):
+    with pytest.raises(ValueError, match=f"holds {name}, but no weights=ema"):
         load_trained(tmp_path / "x.pt", "ema", "dit", num_heads=4)
 
 
@@ -502,7 +502,7 @@ def test_shards_are_read_as_one_and_known_by_one_hash(form, tmp_path):
     write_shards(tmp_path, raw | {"final_layer.linear.bias": raw["final_layer.linear.bias"] + 1}, form)
     assert load_trained(tmp_path, diffusion="dit", num_heads=4).checkpoint.sha256 != before
     first.unlink()
-    with pytest.raises(ValueError, match=f"2 shards, of which 1 are not beside it: download {first.name}"):
+    with pytest.raises(ValueError, match=f"2 shards, but 1 are not beside it: download {first.name}"):
         load_trained(tmp_path, diffusion="dit", num_heads=4)
 
 
@@ -556,11 +556,11 @@ def test_diffusers_own_dit_is_read_with_and_without_its_pipeline(tmp_path):
     assert trained.autoencoder == str(tmp_path / "whole/vae")
     assert all(torch.equal(trained.net.state_dict()[key], value) for key, value in raw.items())
     (tmp_path / "whole/transformer").rename(tmp_path / "alone")
-    with pytest.raises(ValueError, match="carries no record"):
+    with pytest.raises(ValueError, match="has no record"):
         load_trained(tmp_path / "alone")
     assert_loaded(tmp_path / "alone", raw, num_heads=None)
     (tmp_path / "alone/config.json").unlink()
-    with pytest.raises(ValueError, match="no position embedding.*give input_size="):
+    with pytest.raises(ValueError, match="no position embedding.*set input_size="):
         load_trained(tmp_path / "alone", diffusion="dit", num_heads=4)
     assert_loaded(tmp_path / "alone", raw, input_size=8)
 
@@ -570,7 +570,7 @@ def test_a_pipeline_that_predicts_something_else_or_has_many_embedders_is_not_re
     write_pipeline(tmp_path, raw)
     (tmp_path / "scheduler/scheduler_config.json").write_text(
         '{"num_train_timesteps": 1000, "prediction_type": "v_prediction"}')
-    with pytest.raises(ValueError, match="carries no record"):
+    with pytest.raises(ValueError, match="has no record"):
         load_trained(tmp_path)
     theirs = {key: value.clone() for key, value in to_diffusers(raw, 3).items()}
     theirs["transformer_blocks.1.norm1.emb.timestep_embedder.linear_1.weight"] += 1
