@@ -22,11 +22,10 @@ from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 from runtime import notebook, ranks
-from runtime.schema import CONFIGS, Settings, first_line, leaves
+from runtime.schema import CONFIGS, Settings, declared_keys, first_line, leaves
 from runtime.typed import (
     cli_overrides,
     compose,
-    declared_keys,
     files_of,
     group_defaults,
     parse_options,

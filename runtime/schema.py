@@ -161,7 +161,7 @@ def read(declared: type[Declared], plain: dict, where: str = "") -> Declared:
     try:
         return declared.model_validate(plain)
     except ValidationError as error:
-        raise ValueError(where + first_problem(plain, error.errors())) from None
+        raise ValueError(where + first_problem(declared, plain, error.errors())) from None
 
 
 def nearest(key: str, known: Sequence[str]) -> str | None:
@@ -215,7 +215,18 @@ def value_at(plain: Any, place: tuple) -> tuple[str, Any]:
     return ".".join(key), plain
 
 
-def first_problem(plain: Any, errors: list) -> str:
+def declared_keys(declared: type[BaseModel], prefix: str = "") -> list[str]:
+    """Lists the dotted keys of declared settings, those of nested ones too."""
+    found = []
+    for name, field in declared.model_fields.items():
+        found.append(f"{prefix}{name}")
+        for group in (field.annotation, *typing.get_args(field.annotation)):
+            if isinstance(group, type) and issubclass(group, BaseModel):
+                found += declared_keys(group, f"{prefix}{name}.")
+    return found
+
+
+def first_problem(declared: type[BaseModel], plain: Any, errors: list) -> str:
     """Writes the first key that is wrong, the value that was given, and pydantic's message."""
     def key_of(error: Mapping) -> str:
         return value_at(plain, error["loc"])[0]
@@ -231,9 +242,13 @@ def first_problem(plain: Any, errors: list) -> str:
         return f"{'.'.join(filter(None, [key, str(first['loc'][-1])]))} is missing."
     if kind == "extra_forbidden":
         _, siblings = value_at(plain, first["loc"][:-1])
+        declared_here = declared_keys(declared)
+        group = re.sub(r"\.\d+", "", key.rpartition(".")[0])  # without the places in lists
         others = [str(other) for other in siblings if other != first["loc"][-1]]
-        known = [other for other in [*plain, *leaves(plain)] if other != key and not other.startswith(f"{key}.")]
-        return unknown(f"setting {key}", key, known, f"there are {', '.join(others)}.")
+        others += [each.rpartition(".")[2] for each in declared_here if each.rpartition(".")[0] == group]
+        known = [other for other in [*plain, *leaves(plain), *declared_here]
+                 if other != key and not other.startswith(f"{key}.")]
+        return unknown(f"setting {key}", key, known, f"there are {', '.join(dict.fromkeys(others))}.")
     problems = dict.fromkeys(error["msg"] for error in errors if key_of(error) == key)
     problems = "; or ".join(problems).replace("Input should", "it should").replace("String should", "it should")
     text = as_text(value)

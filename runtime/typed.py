@@ -7,7 +7,6 @@ text, what was typed replaces such a value. In a list, a sweep or a YAML file it
 import argparse
 import itertools
 import re
-import typing
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,14 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from runtime.schema import (
     CONFIGS,
     Declared,
     Settings,
     as_argument,
+    declared_keys,
     first_problem,
     in_quotes,
     unknown,
@@ -135,17 +135,6 @@ def read_yaml_of_others(file: Path) -> Any:
         raise ValueError(f"{file} cannot be read: {' '.join(str(error).split())[:500]}.") from None
 
 
-def declared_keys(declared: type[BaseModel], prefix: str = "") -> list[str]:
-    """Lists the dotted keys of declared settings, those of nested ones too."""
-    found = []
-    for name, field in declared.model_fields.items():
-        found.append(f"{prefix}{name}")
-        for group in (field.annotation, *typing.get_args(field.annotation)):
-            if isinstance(group, type) and issubclass(group, BaseModel):
-                found += declared_keys(group, f"{prefix}{name}.")
-    return found
-
-
 def compose(config_name: str, declared: type[Settings], arguments: list[str]) -> list[dict]:
     """Composes a config with the arguments of a command, as plain values; several of them for --multirun.
 
@@ -208,4 +197,4 @@ def read_job(declared: type[Declared], plain: dict, config_name: str, typed: Map
             example = re.search(rf"^# +((?:\S+ )*\S+\.py .*?\b{re.escape(key)}=.*?)(?:  |$)",
                                 (CONFIGS / f"{config_name}.yaml").read_text(encoding="utf-8"), re.M)
             raise ValueError(f"{key}= is missing{f': as in {example[1]}' if example else '.'}")
-    raise ValueError(first_problem(plain, problems))
+    raise ValueError(first_problem(declared, plain, problems))

@@ -108,6 +108,16 @@ def test_a_value_of_another_type_or_range_raises_a_one_line_error(key, value, se
     assert str(error.value) == sentence
 
 
+class Defaulted(Settings):
+    name: str
+    scale: float = 1.0
+
+
+def test_an_unknown_setting_lists_those_that_have_a_default():
+    with pytest.raises(ValueError, match=r"There is no setting weight: there are name, scale\.$"):
+        read(Defaulted, {"name": "a", "weight": 1})
+
+
 def test_what_is_allowed_is_read():
     assert read(Everything, GOOD).model_dump() == {**GOOD, "betas": (0.9, 0.5)}
     assert not read(Everything, {**GOOD, "mode": False}).mode
