@@ -6,9 +6,9 @@
     python fid.py reference_from=FOLDER|ZIP|NPZ|LATENTS out=ref.npz                    # statistics, in ADM's keys
     python fid.py gauge=dit_xl2 checkpoint=DiT-XL-2-256x256.pt reference=…             # published weights, as published
     python fid.py checkpoint=runs/b2_tread sampler=published reference=…               # our run, sampled as published
-    python fid.py --multirun checkpoint=runs/x reference=… scale=1.5,2 gamma2=0.3,0.5  # each scale at each ratio
+    python fid.py --multirun checkpoint=runs/x reference=… scale=1.5,2 gamma2=0.3,0.5  # each scale with each ratio
 
-Each result is a row of results.jsonl that says exactly what was measured. Options: configs/fid.yaml and
+Each result is a row of results.jsonl, which records exactly what was measured. Options: configs/fid.yaml and
 configs/drawing.yaml; docs/evaluation.md explains the numbers, and why they may differ from others'.
 """
 
@@ -49,7 +49,7 @@ from scoring.image_sets import (
     open_images,
     read_share,
 )
-from scoring.metrics import frechet_distance  # noqa: F401      (the name that others import it by)
+from scoring.metrics import frechet_distance  # noqa: F401      (others import it from here)
 from scoring.results import (
     FORMS,
     AtLeastTwo,
@@ -108,20 +108,20 @@ class ScoringSettings(SamplingSettings):
     published: Published | None
 
 
-# What nothing reads where images are there already, and where a reference is measured.
+# Settings that have no effect if images exist already, and if a reference is measured.
 OF_SAMPLING = ("guidance", *GuidanceSettings.model_fields, "weights", "classes", "num_steps", "sampler", "precision",
                "decode_precision", "diffusion_name", "num_heads", "num_classes", "input_size", "seed",
                "guidance_scales")
 SCORED = ("reference", "floor", "table", "metrics", "keep_features", "gauge", "published")
 
 
-def of_each(cfg: ScoringSettings, key: str, shared: bool = False) -> list:
-    """Returns a setting for each network of `features`; raises ValueError unless it has one for each, or is shared."""
+def per_network(cfg: ScoringSettings, key: str, shared: bool = False) -> list:
+    """Returns a setting for each network of `features`; raises ValueError unless it has one for each or is shared."""
     value, networks = getattr(cfg, key), as_list(cfg.features)
     values = [value] * len(networks) if value is None or shared and isinstance(value, str) else as_list(value)
     if len(values) != len(networks):
         raise ValueError(f"{key}={as_text(value)} has {len(values)} values, but features= names {len(networks)} "
-                         f"networks: give a list with one for each{'' if shared else ', or null'}.")
+                         f"networks: give a list of one for each{'' if shared else ', or null'}.")
     return values
 
 
@@ -139,7 +139,7 @@ def check_settings(cfg: ScoringSettings, cli_overrides: Mapping[str, str]) -> No
             check_guided(cfg, cli_overrides)
     else:
         refuse(cli_overrides, *OF_SAMPLING,
-               why=f"the images of {given[0]}={getattr(cfg, given[0])} are there already; leave it out")
+               why=f"the images of {given[0]}={getattr(cfg, given[0])} exist already; leave it out")
     if given == ["reference_from"]:
         refuse(cli_overrides, *SCORED, why="reference_from= measures a reference and scores nothing; leave it out")
     else:
@@ -160,20 +160,20 @@ def check_settings(cfg: ScoringSettings, cli_overrides: Mapping[str, str]) -> No
     elif cfg.reference is None:
         raise ValueError(f"{given[0]}={getattr(cfg, given[0])} needs reference=<a folder, zip, npz or npy>.")
     for key, shared in (("reference", True), ("floor", True), ("features_weights", False), ("sha256", False)):
-        of_each(cfg, key, shared)
+        per_network(cfg, key, shared)
 
 
 # ---- what is scored -------------------------------------------------------------------------------------------------
 
 
-# Images to score, where their row goes without results=, and published scores of images that were made the same way.
+# Images to score, the file for their row, and published scores if those images were made the same way.
 Opened = tuple[ImageSet, Path, Published | None]
 
 
 def open_checkpoint(state: PartialState, cfg: ScoringSettings, checkpoint: Checkpoint) -> Iterator[Opened]:
-    """Opens the images of each guidance scale; the networks are loaded once, with the first."""
+    """Opens the images at each guidance scale; the networks are loaded once, for the first."""
     scales = cfg.guidance_scales or [cfg.scale]
-    to_check = max(scales, key=lambda scale: (scale is not None, scale != 1))  # settings that must go with guidance
+    to_check = max(scales, key=lambda scale: (scale is not None, scale != 1))  # one that guides, if there is one
     sampling = open_sampling(state, cfg.model_copy(update={"scale": to_check}), checkpoint=checkpoint)
     trained, given = sampling.trained, Path(cfg.checkpoint)
     seeds = list(range(cfg.seed, cfg.seed + (cfg.num_samples or 50_000)))
@@ -196,7 +196,7 @@ def open_checkpoint(state: PartialState, cfg: ScoringSettings, checkpoint: Check
 
 
 def open_stored(state: PartialState, cfg: ScoringSettings, key: str) -> tuple[Images, np.ndarray]:
-    """Opens the images that the setting `key` names, and chooses all of them or `num_samples`, evenly spread."""
+    """Opens the images that the setting `key` names; chooses all of them, or `num_samples` evenly spread ones."""
     path = getattr(cfg, key)
     images = open_images(state, key, path, cfg.resolution, cfg.autoencoder, cfg.decode_batch_size)
     needed = max(cfg.num_samples or 0, cfg.reference_images)
@@ -214,19 +214,19 @@ def open_image_set(state: PartialState, cfg: ScoringSettings) -> Iterator[Opened
 
 
 def open_extractors(state: PartialState, cfg: ScoringSettings) -> list[Extractor]:
-    given = zip(as_list(cfg.features), of_each(cfg, "features_weights"), of_each(cfg, "sha256"), strict=True)
-    with state.local_main_process_first():  # which downloads weights for the others
+    given = zip(as_list(cfg.features), per_network(cfg, "features_weights"), per_network(cfg, "sha256"), strict=True)
+    with state.local_main_process_first():  # the first one downloads weights for the others
         return [load_extractor(*network, state.device) for network in given]
 
 
 def open_evaluators(state: PartialState, cfg: ScoringSettings, count: int) -> list[Evaluator]:
-    """Opens the networks and what `count` images are compared with on each, and shares the metrics among them.
+    """Opens the networks and each one's reference for `count` images, and shares the metrics among them.
 
     Raises ValueError for metrics that no network has.
     """
     extractors = open_extractors(state, cfg)
     references, floors = (
-        [*open_references(state, key, of_each(cfg, key, shared=True), extractors, cfg.resolution)]
+        [*open_references(state, key, per_network(cfg, key, shared=True), extractors, cfg.resolution)]
         if getattr(cfg, key) else [None] * len(extractors) for key in ("reference", "floor"))
     evaluators = []
     for extractor, reference, floor in zip(extractors, references, floors, strict=True):
@@ -234,7 +234,7 @@ def open_evaluators(state: PartialState, cfg: ScoringSettings, count: int) -> li
             raise ValueError(f"floor={floor.record['path']} holds the images of reference=, so the distance between "
                              f"them is 0: give another real set, such as the validation set.")
         asked = cfg.metrics
-        if isinstance(asked, list):  # what no network has, the first one refuses
+        if isinstance(asked, list):  # the first network refuses metrics that none has
             others = {name for other in extractors if other is not extractor for name in other.metrics}
             asked = [name for name in asked if name in extractor.metrics or name not in others]
         metrics = available_metrics(extractor, reference, asked, count)
@@ -245,7 +245,7 @@ def open_evaluators(state: PartialState, cfg: ScoringSettings, count: int) -> li
 
 
 def report(row: dict, path: Path) -> None:
-    """Prints the scores of one network, and what they are of."""
+    """Prints the scores of one network, and what was scored."""
     images, reference = row["source"], row["reference"]
     lines = {metric: f"{value:.6g}" for metric, value in row["metrics"].items()} | {
         "images": f"{row['images']:,} from {images.get('checkpoint') or images['path']}",
@@ -265,7 +265,7 @@ def report(row: dict, path: Path) -> None:
 def open_cache(
     state: PartialState, cfg: ScoringSettings, results: Path, extractor: Extractor, record: dict, count: int,
 ) -> FeatureCache | None:
-    """Opens the cache of features of `count` images beside the results; None unless it is asked for."""
+    """Opens the cache of features of `count` images beside the results; None unless keep_features is set."""
     if not (cfg.keep_features and count):
         return None
     facts = {"images": dict(record), "count": count, "extractor": describe_extractor(extractor),
@@ -276,7 +276,7 @@ def open_cache(
 def find_scores(
     state: PartialState, cfg: ScoringSettings, evaluators: list[Evaluator], images: ImageSet, results: Path,
 ) -> dict | None:
-    """Returns the row that `score_images` would, where the main rank finds it in the results."""
+    """Returns the row that `score_images` would, if the main rank finds it in the results."""
     wanted = [result_row(state, images, one, batch_size=cfg.batch_size, resolution=cfg.resolution)
               for one in evaluators]
     found = ranks.from_main(state, lambda: [scored_before(row, results) for row in wanted])
@@ -286,7 +286,7 @@ def find_scores(
 def measure_all(
     state: PartialState, cfg: ScoringSettings, evaluators: list[Evaluator], results: Path,
 ) -> list[Evaluator]:
-    """Measures the references' own images, unless they have been; what is asked to be kept lies beside the results."""
+    """Measures the references' images, unless they have been measured; keep_features caches beside the results."""
     measured = []
     for one in evaluators:
         reference = one.reference
@@ -297,10 +297,10 @@ def measure_all(
 
 
 def score_images(state: PartialState, cfg: ScoringSettings, evaluators: list[Evaluator], opened: Opened) -> dict:
-    """Scores images that were opened with these settings, which `as_published` has completed.
+    """Scores images that were opened with these settings, after `as_published` completed those.
 
-    Returns the row, which it appends to the results. Several networks have a row each, and what is returned has the
-    scores of them all. Raises ValueError or OSError for settings and files that cannot work.
+    Appends the row to the results and returns it. Several networks have a row each, and the returned row has the scores
+    of all. Raises ValueError or OSError for settings and files that cannot work.
     """
     (images, results, published), started = opened, time.perf_counter()
     if cfg.published and cfg.checkpoint is not None:
@@ -319,7 +319,7 @@ def score_images(state: PartialState, cfg: ScoringSettings, evaluators: list[Eva
         for row in rows:
             report(row, results)
         add_rows(results, rows, before)
-    state.wait_for_everyone()  # until the row is there for all to read
+    state.wait_for_everyone()  # so that all can read the row
     return with_mean_fdr(rows)
 
 
@@ -343,21 +343,21 @@ def main(cfg: ScoringSettings, cli_overrides: Mapping[str, str]) -> None:
     evaluators, rows, several = [], [], isinstance(cfg.weights, list) or cfg.guidance_scales is not None
     names = as_list(cfg.weights) or [None]
     found = [None if cfg.checkpoint is None else find_on_main_rank(state, cfg.checkpoint, name) for name in names]
-    # All are completed, and of each all images opened, before the first are scored.
-    each_of = [as_published(cfg.model_copy(update={"weights": name}), checkpoint)
+    # All settings are completed, and all images of one set of weights opened, before the first are scored.
+    completed = [as_published(cfg.model_copy(update={"weights": name}), checkpoint)
                for name, checkpoint in zip(names, found, strict=True)]
-    for of_one, checkpoint in zip(each_of, found, strict=True):
-        opened = open_image_set(state, of_one) if checkpoint is None else open_checkpoint(state, of_one, checkpoint)
+    for own_cfg, checkpoint in zip(completed, found, strict=True):
+        opened = open_image_set(state, own_cfg) if checkpoint is None else open_checkpoint(state, own_cfg, checkpoint)
         for images, results, published in [*opened]:
             evaluators = evaluators or open_evaluators(state, cfg, images.count)
             files.open_to_append(results).close()  # fails now rather than after hours of sampling
-            row = find_scores(state, of_one, evaluators, images, results) if several else None
+            row = find_scores(state, own_cfg, evaluators, images, results) if several else None
             if row is None:
-                evaluators = measure_all(state, of_one, evaluators, results)
-                row = score_images(state, of_one, evaluators, (images, results, published))
+                evaluators = measure_all(state, own_cfg, evaluators, results)
+                row = score_images(state, own_cfg, evaluators, (images, results, published))
             rows.append(row)
-            if of_one.published:
-                state.print(compare_published(row, of_one.published))
+            if own_cfg.published:
+                state.print(compare_published(row, own_cfg.published))
     if len(rows) > 1 or cfg.table != "text" or isinstance(cfg.features, list):
         state.print("\n" + as_table(rows, cfg.table))
 

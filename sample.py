@@ -4,9 +4,9 @@
     python sample.py checkpoint=runs/x seeds=0-63 'classes=[207,360]' num_steps=40 out=dogs.png
     accelerate launch sample.py checkpoint=runs/x seeds=100000-149999 out=samples.npz guidance=cfg scale=1.5
 
-`checkpoint` is a run, a checkpoint folder, or a weights file (ours, or others': docs/interop.md). Each image
+`checkpoint` is a run, a checkpoint folder, or a weights file (ours or another project's: docs/interop.md). Each image
 depends only on its seed, so it is the same on any number of ranks and at any batch size. Options:
-configs/sample.yaml and configs/drawing.yaml. `python rf.py` is here too: guided and unguided grids, with costs.
+configs/sample.yaml and configs/drawing.yaml. `python rf.py` is also here: guided and unguided grids, with costs.
 """
 
 from collections.abc import Iterator, Mapping
@@ -36,7 +36,7 @@ from sampling.options import (
 from sampling.pictures import check_file, check_folder, write_grid, write_npz, write_pngs
 from weights.loading import Trained
 
-# Settings that change nothing of an image but its last bits, or that the name has otherwise.
+# Settings that change at most the last bits of an image, or that the name already contains.
 NOT_IN_NAME = {"checkpoint", "weights", "out", "overwrite", "latents", "batch_size", "decode_batch_size", "tf32",
                "cpu"}
 
@@ -56,10 +56,10 @@ class SampleSettings(GridSettings):
 
 
 def default_grid(cfg: GridSettings, config_name: str, trained: Trained, ending: str = "") -> Path:
-    """Places a grid among the run's samples, or next to a checkpoint or weights without a run.
+    """Returns the path of a grid among the run's samples, or beside a checkpoint or weights without a run.
 
-    Its name has the settings that change the images and are not the command's defaults, so that grids that differ lie
-    side by side.
+    Its name contains the settings that change the images and are not the command's defaults, so that grids with other
+    settings are kept.
     """
     usual = dict(NO_GUIDANCE) | read_yaml(CONFIGS / "drawing.yaml") | read_yaml(CONFIGS / f"{config_name}.yaml")
     hidden = NOT_IN_NAME | ({*GuidanceSettings.model_fields} if ending == "-unguided" else set())
@@ -85,11 +85,11 @@ def sample_all(
 
 
 def name_set(cfg: SampleSettings, sampling: Sampling, seeds: list[int]) -> str:
-    """Hashes what a set of pictures depends on, to recognise a folder that holds the same set."""
+    """Hashes all that a set of pictures depends on, to recognise a folder that holds the same set."""
     trained = sampling.trained
     settings = cfg.model_dump(include={"num_steps", "precision", "decode_precision"})
     return files.record_sha256({
-        **settings, **trained.read_as, **({"weights": trained.weights} if trained.read_as else {}),  # several in a file
+        **settings, **trained.read_as, **({"weights": trained.weights} if trained.read_as else {}),  # of several
         "weights_sha256": trained.checkpoint.sha256,
         "diffusion": trained.recorded["diffusion"], "autoencoder": trained.autoencoder,
         "sampler": {key: str(value) for key, value in sampling.sampler.items()},
@@ -125,7 +125,7 @@ def main(cfg: SampleSettings, cli_overrides: Mapping[str, str]) -> None:
     else:
         name = name_set(cfg, sampling, seeds)
         earlier = check_folder(out, name, cfg.overwrite)
-        state.wait_for_everyone()  # until all ranks have looked
+        state.wait_for_everyone()  # until all ranks have checked the folder
         for file in earlier if state.is_main_process else ():
             file.unlink()
         write_pngs(state, batches, out, name)
@@ -153,7 +153,7 @@ def compare_guided(cfg: GridSettings, cli_overrides: Mapping[str, str]) -> None:
         out, unguided = (default_grid(cfg, "rf", trained, ending) for ending in ("-guided", "-unguided"))
     for path in (out, unguided):
         check_file(path, "name another")
-    state.print("GFLOP: linear layers' multiply-adds, as the SG paper counts; in brackets: with attention, two a "
+    state.print("GFLOP: linear layers' multiply-adds, as the SG paper counts. In brackets: with attention, and two per "
                 "multiply-add, as torch counts")
     cost = partial(sampling_cost, trained.net, trained.diffusion, cfg.num_steps, **sampling.sampler)
     evaluations = cost(None)[0]  # one pass each

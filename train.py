@@ -55,7 +55,7 @@ from weights.records import build_network
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:
-    """Mixes (seed, step, rank) into the seed of everything random that a rank does in a step."""
+    """Mixes (seed, step, rank) into the seed for all random numbers of a rank in a step."""
     return int(np.random.SeedSequence(seed, spawn_key=(step, rank)).generate_state(1, np.uint64)[0])
 
 
@@ -70,32 +70,32 @@ def learning_rate(step: int, steps: int, lr: float, warmup_steps: int, schedule:
 def set_learning_rates(
     optimizer: torch.optim.Optimizer, step: int, steps: int, warmup_steps: int, schedule: str,
 ) -> None:
-    """Schedules, for a step, the learning rate that each of the optimizer's groups was made with."""
+    """Sets each parameter group's learning rate for a step, scheduled from its initial one."""
     for group in optimizer.param_groups:
         lr = group.setdefault("initial_lr", group["lr"])
         group["lr"] = learning_rate(step, steps, lr, warmup_steps, schedule)
 
 
 def train_step(
-    accelerator: Accelerator, called: nn.Module, objective: Objective | DiffusionLoss, optimizer: torch.optim.Optimizer,
-    x: Tensor, y: Tensor, arrays: Mapping[str, Tensor], *, label_dropout: float, clip_norm: float | None,
-    num_parts: int,
+    accelerator: Accelerator, wrapped: nn.Module, objective: Objective | DiffusionLoss,
+    optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, arrays: Mapping[str, Tensor], *, label_dropout: float,
+    clip_norm: float | None, num_parts: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Takes one optimizer step on this rank's share x (B, C, h, w), y (B,) of the batch; never waits for the device.
 
-    `called` is `objective` after recording, casting and replication. `arrays` (B, …) are the extra ones. Returns the
-    loss, the gradient's norm, whether the step was skipped because it was not finite, and the terms of the loss, as
-    tensors on the device that no later step overwrites.
+    `wrapped` is `objective` inside CUDA graphs, autocast and DDP. `arrays` (B, …) are its extra inputs. Returns the
+    loss, the gradient norm, whether the step was skipped because that was not finite, and the terms of the loss.
+    They are tensors on the device that no later step overwrites.
     """
     y = torch.where(torch.rand(len(y), device=y.device) < label_dropout, objective.net.num_classes, y)
     step_loss = torch.zeros((), device=x.device)
     step_terms = torch.zeros(len(objective.terms), device=x.device)
-    parts = zip(*(whole.chunk(num_parts) for whole in (x, y, *arrays.values())), strict=True)
-    for part, (x_part, y_part, *others) in enumerate(parts):
-        with contextlib.nullcontext() if part == num_parts - 1 else accelerator.no_sync(called):
-            losses, terms = called(x_part, y_part, **dict(zip(arrays, others, strict=True)))
+    parts = zip(*(tensor.chunk(num_parts) for tensor in (x, y, *arrays.values())), strict=True)
+    for part, (x_part, y_part, *array_parts) in enumerate(parts):
+        with contextlib.nullcontext() if part == num_parts - 1 else accelerator.no_sync(wrapped):
+            losses, terms = wrapped(x_part, y_part, **dict(zip(arrays, array_parts, strict=True)))
             loss = losses.mean()
-            accelerator.backward(loss)  # which divides by the number of parts
+            accelerator.backward(loss)  # divides the loss by the number of parts
         step_loss += loss.detach() / num_parts
         if terms:
             step_terms += torch.stack([terms[name].detach().mean() for name in objective.terms]) / num_parts
@@ -104,7 +104,7 @@ def train_step(
     grad_norm = sharding.total_norm(accelerator, gradients)
     if clip_norm is not None:
         torch._foreach_mul_(sharding.local_tensors(gradients), (clip_norm / (grad_norm + 1e-6)).clamp(max=1))
-    # A loss that is not finite makes such gradients, and DDP spreads them to every rank, so all ranks skip together.
+    # A loss that is not finite spoils the gradients. DDP averages them over ranks, so all ranks skip together.
     skipped = ~grad_norm.isfinite()
     step_unless(skipped, optimizer, scaled=accelerator.scaler is not None)
     optimizer.zero_grad(set_to_none=True)
@@ -117,7 +117,7 @@ def update_ema(ema: nn.Module, model: nn.Module, decay: float) -> None:
     torch._foreach_lerp_(averaged, trained, 1 - decay)
 
 
-# ---- what a run shows -----------------------------------------------------------------------------------------------
+# ---- reports, grids and scores --------------------------------------------------------------------------------------
 
 
 def due(step: int, every: int) -> bool:
@@ -131,7 +131,7 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def as_line(row: dict, steps: int, lowest: float = math.inf) -> str:
-    """Formats a row of metrics.jsonl for the screen; names a loss of more than twice the `lowest`, as of a collapse."""
+    """Formats a row of metrics.jsonl for the screen; points out a loss above twice the `lowest`, a sign of collapse."""
     loss, norm = (f"{row[name]:.4f}" if row[name] is not None else "not finite" for name in ("loss", "grad_norm"))
     terms = "".join(f"  {name.removeprefix('loss_')} {value:.4f}" for name, value in row.items()
                     if name.startswith("loss_") and value is not None)
@@ -146,30 +146,30 @@ def as_line(row: dict, steps: int, lowest: float = math.inf) -> str:
 
 
 def start_trackers(run: Run) -> None:
-    """Starts TensorBoard or wandb where asked; raises ValueError where one does not start, as wandb without a login."""
+    """Starts the trackers that are set; raises ValueError if one cannot start, such as wandb without a login."""
     trackers = run.cfg.log.trackers
     try:
-        run_id = re.sub(r"[^\w.-]", "-", run.run_id, flags=re.ASCII)[-128:]  # of what wandb allows in a URL
+        run_id = re.sub(r"[^\w.-]", "-", run.run_id, flags=re.ASCII)[-128:]  # wandb uses it in a URL
         wandb = {"name": run.cfg.name, "dir": str(run.folder), "id": run_id, "resume": "allow"}
         settings = {key: str(value) for key, value in run.cfg.model_dump().items()}
-        # What a killed process logged after its last checkpoint is hidden, as this one logs it again.
+        # TensorBoard hides what a killed process logged after its last checkpoint; this process logs it again.
         options = {"wandb": wandb, "tensorboard": {"purge_step": run.step + 1 if run.step else 0}}
         run.accelerator.init_trackers(os.environ.get("WANDB_PROJECT", "tread"), settings, options)
     except Exception as error:
         reason = " ".join(str(error).split()).rstrip(".")
         advice = ("Run `wandb login`, or set WANDB_MODE=offline" if re.search("log ?in|API key", reason) else
-                  "Set WANDB_MODE=offline" if "wandb" in trackers else f"See that {run.folder} can be written")
+                  "Set WANDB_MODE=offline" if "wandb" in trackers else f"Check that {run.folder} can be written")
         raise ValueError(f"log.trackers={as_text(trackers)} could not start: {reason}. {advice}, or leave it out with "
                          f"log.trackers=[].") from error
 
 
 @contextlib.contextmanager
 def paused(run: Run, bar: tqdm, work: str) -> Iterator[None]:
-    """Shows on the progress bar what the run does between steps, and takes its seconds out of training's."""
+    """Shows on the progress bar what the run does between steps, and excludes that time from the speed."""
     bar.set_postfix_str(work)
-    if bar.disable and not run.step:  # on the network before its first step, which takes a minute of a CPU
+    if bar.disable and not run.step:  # without a bar, the first grid would be a silent minute on a CPU
         run.accelerator.print(f"{work} the untrained network")
-    if run.accelerator.device.type == "cuda":  # the steps that it is still at do count
+    if run.accelerator.device.type == "cuda":  # steps that are still running count as training
         torch.cuda.synchronize(run.accelerator.device)
     began = time.perf_counter()
     yield
@@ -178,7 +178,7 @@ def paused(run: Run, bar: tqdm, work: str) -> Iterator[None]:
 
 
 def announce_compilation(run: Run, bar: tqdm) -> None:
-    """Says, on the bar or outside of a terminal in a line, that the first step compiles the network."""
+    """Announces, on the bar or in a printed line, that the first step compiles the network."""
     if not run.cfg.compile:
         return
     bar.set_postfix_str("compiling")
@@ -188,16 +188,16 @@ def announce_compilation(run: Run, bar: tqdm) -> None:
 
 
 def begin_step(run: Run) -> None:
-    """Sets the step of the objective, and writes a line where its routes change."""
+    """Passes the step to the objective, and prints a line if its routes change at this step."""
     run.objective.step, schedule = run.step, run.objective.schedule
     if run.step in schedule.phases and run.step > 0 and run.accelerator.is_main_process:
         tqdm.write(f"step {run.step}/{run.cfg.steps}  routes {schedule.describe(run.step)}")
 
 
 def measure(run: Run, num_steps: int, since: float) -> tuple[dict, dict[str, float]]:
-    """Returns a row of the steps since the last report, and their sums over ranks; waits for the device."""
+    """Returns the metrics of the steps since the last report, and the sums behind them; waits for the device."""
     total = run.sums.over_ranks(run.accelerator)
-    seconds = time.perf_counter() - since - run.paused  # after the sums, which wait for a GPU's steps
+    seconds = time.perf_counter() - since - run.paused  # after the sums, as reading those waits for the GPU
     return {
         "step": run.step, "images": run.images,
         "loss": total["loss"] / total["steps"] if total["steps"] else None,
@@ -211,21 +211,21 @@ def measure(run: Run, num_steps: int, since: float) -> tuple[dict, dict[str, flo
 
 
 def log_first_step(run: Run) -> None:
-    """Writes the line of the first step that this process takes, and no row: the next report counts it, too."""
+    """Prints a line for this process's first step; the row of the next report includes that step."""
     row, _ = measure(run, 1, run.started)
     if run.accelerator.is_main_process:
-        tqdm.write(as_line(row, run.cfg.steps) + "  with compiling" * bool(run.cfg.compile))
+        tqdm.write(as_line(row, run.cfg.steps) + "  including compilation" * bool(run.cfg.compile))
 
 
 def report(run: Run, num_steps: int, since: float) -> None:
-    """Writes a line and a row of the steps since the last report; stops where gradients are no longer finite."""
+    """Prints and records the steps since the last report; raises ValueError if too many had no finite gradient."""
     row, total = measure(run, num_steps, since)
     run.paused = 0.0
-    trouble = run.is_diverging(total)
+    diverging = run.is_diverging(total)
     run.sums.reset()
     if row["loss"] is not None:
         run.reported_loss = row["loss"]
-        run.lowest_loss = run.lowest_loss if trouble else min(run.lowest_loss, row["loss"])
+        run.lowest_loss = run.lowest_loss if diverging else min(run.lowest_loss, row["loss"])
     if run.accelerator.is_main_process:
         tqdm.write(as_line(row, run.cfg.steps, run.lowest_loss))
         files.append_row(run.folder / "metrics.jsonl", row)
@@ -246,13 +246,13 @@ def sample_grid(run: Run) -> None:
 
 
 def evaluate(run: Run) -> None:
-    """Scores averages of the weights at each guidance scale at which this step has no row in results.jsonl."""
+    """Scores each average at each guidance scale, unless results.jsonl already has that score of this step."""
     cfg, accelerator, evaluator = run.cfg.evaluate, run.accelerator, run.evaluator
     results = run.folder / "results.jsonl"
     seeds = list(range(cfg.seed, cfg.seed + cfg.num_samples))
     labels = labels_of(seeds, run.latents.classes)
     with torch.device("meta"):
-        outline = build_network(run.record["network"])  # which a shard is not
+        outline = build_network(run.record["network"])  # complete, as shards cannot be counted
     for name, scale in itertools.product(cfg.weights, cfg.guidance_scales):
         began = time.perf_counter()
         weights = describe_weights(str(run.folder), run.step, name, run.autoencoder, run.cfg.decode_precision,
@@ -278,21 +278,21 @@ def evaluate(run: Run) -> None:
 
 
 def pause(run: Run, bar: tqdm, stop: ranks.StopRequest, finished: bool) -> int:
-    """Saves, samples a grid and scores where they are due; returns the signal on which the run stops, or 0.
+    """Saves, samples a grid and scores, each if it is due; returns the signal that stops the run, or 0.
 
-    A signal that comes meanwhile ends sampling, and the state is saved.
+    A signal that arrives during sampling ends it, and the run is saved.
     """
     cfg, stopped_by = run.cfg, 0 if finished else stop.agreed()
     try:
         if run.step != run.saved and (due(run.step, cfg.checkpoint.every) or finished or stopped_by):
             with paused(run, bar, "saving"):
                 save(run)
-        # Right after resuming, too: a kill may have come between a save and its grid.
+        # This also applies right after resuming, as a kill may come between a save and its grid.
         due_grid = (run.step or cfg.samples.at_start) and run.grid and (due(run.step, cfg.samples.every) or finished)
         if due_grid and not stopped_by and not ranks.from_main(run.accelerator, run.grid_path.exists):
             with paused(run, bar, "sampling"):
                 sample_grid(run)
-        # The untrained network, too, for comparison.
+        # The untrained network is scored, too, for comparison.
         if run.evaluator and not stopped_by and (due(run.step, cfg.evaluate.every) or finished):
             with paused(run, bar, "scoring"):
                 evaluate(run)
@@ -325,13 +325,13 @@ def main(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> None:
     if accelerator.is_main_process:
         prepare_folder(run, resumed)
 
-    # ---- speed, applied from outside: `run.model` stays the plain network, which is saved
+    # ---- speed is added from outside: `run.model` is still the plain network, and is what is saved
     if cfg.activation_checkpointing:
         speed.recompute_activations(run.model)
     speed.compile_blocks(run.model, cfg.compile)
     recorded = record_passes(run.objective, cfg.compile, device, cfg.grad_accum_steps)
     speed.share_buffers(accelerator, run.objective, recorded)
-    called = speed.replicate(accelerator, recorded, sharded=cfg.sharding == "fsdp")
+    wrapped = speed.replicate(accelerator, recorded, sharded=cfg.sharding == "fsdp")
     run.optimizer = accelerator.prepare(run.optimizer)
     stop = ranks.StopRequest(accelerator)
     for net in run.averages.values():
@@ -344,8 +344,8 @@ def main(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> None:
     first_step = reported_step = run.step
     run.started = reported_at = time.perf_counter()
     while True:
-        moved, finished = run.step > first_step, run.step >= cfg.steps
-        if moved and (due(run.step, cfg.log.every) or finished):
+        has_stepped, finished = run.step > first_step, run.step >= cfg.steps
+        if has_stepped and (due(run.step, cfg.log.every) or finished):
             report(run, run.step - reported_step, reported_at)
             reported_step, reported_at = run.step, time.perf_counter()
         elif run.step == first_step + 1:
@@ -353,7 +353,7 @@ def main(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> None:
         stopped_by = pause(run, bar, stop, finished)
         if stopped_by or finished:
             break
-        if not moved:
+        if not has_stepped:
             begin_record(run)
             announce_compilation(run, bar)
 
@@ -362,7 +362,7 @@ def main(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> None:
         set_learning_rates(run.optimizer, run.step, cfg.steps, cfg.optimizer.warmup_steps, cfg.optimizer.schedule)
         stored, y, arrays = send_to_device(next(loader), device, non_blocking=True)
         loss, grad_norm, skipped, terms = train_step(
-            accelerator, called, run.objective, run.optimizer, to_latent(stored, run.latents.kind), y,
+            accelerator, wrapped, run.objective, run.optimizer, to_latent(stored, run.latents.kind), y,
             arrays, label_dropout=cfg.label_dropout, clip_norm=cfg.optimizer.clip_norm,
             num_parts=cfg.grad_accum_steps,
         )

@@ -39,11 +39,11 @@ def command(
 ) -> Callable[[Callable], Callable[..., None]]:
     """Makes a command of `main(cfg)`: reads configs/<config_name>.yaml and the command line, and checks them.
 
-    A main(cfg, cli_overrides) also receives what is typed, by key, as text. Called as a function it takes the settings
+    A main(cfg, cli_overrides) also receives the typed settings as text, by key. Called as a function it takes settings
     as arguments, main("steps=100", "name=x"), and a mistake is a ValueError. As a program, a mistake, a file that
     cannot be read or written, and Ctrl-C end it with a one-line error, or a traceback with HYDRA_FULL_ERROR=1 in the
-    environment. `rewrite` turns arguments of another form into settings, and `when_full` says, from the settings, what
-    helps where a GPU's memory is full.
+    environment. `rewrite` turns arguments of another form into settings, and `when_full` returns advice, from the
+    settings, for a GPU whose memory is full.
     """
     def decorate(main: Callable[..., None]) -> Callable[..., None]:
         def work(arguments: list[str]) -> None:
@@ -59,10 +59,10 @@ def command(
                 return
             jobs = [read_job(declared, plain, config_name, typed) for plain in composed]
             check_places(jobs)  # before the first one starts
-            given = {"cli_overrides": typed} if "cli_overrides" in inspect.signature(main).parameters else {}
+            extra = {"cli_overrides": typed} if "cli_overrides" in inspect.signature(main).parameters else {}
             for plain, cfg in zip(composed, jobs, strict=True):
                 try:
-                    main(cfg, **given)
+                    main(cfg, **extra)
                 except ValueError as error:
                     raise ValueError(with_own_settings(str(error), config_name, declared)) from error
                 except (MemoryError, RuntimeError) as error:
@@ -102,14 +102,14 @@ def entry_point(main: Callable, work: Callable[[list[str]], None]) -> Callable[.
             ranks.wait_for_root_cause(error)
             sentence = mistake(error)
             if sentence is None or "HYDRA_FULL_ERROR" in os.environ:
-                ErrorHandler().record_exception(error)  # where torchrun and accelerate launch look for the cause
+                ErrorHandler().record_exception(error)  # torchrun and accelerate launch report it as the cause
                 raise
-            sys.exit(f"{program}: {sentence[:5000]}")  # a name in a file of somebody may have a megabyte
+            sys.exit(f"{program}: {sentence[:5000]}")  # a name in a foreign file may be a megabyte long
 
     @functools.wraps(main)
     def entry(*settings: str) -> None:
         if hasattr(sys.stdout, "reconfigure"):
-            # A redirected log gets each line at once, with escapes for letters that its encoding does not have.
+            # A redirected log gets each line at once, with escapes for letters that its encoding lacks.
             sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
         if settings or not notebook.has_command_line():
             call(run, Path(main.__code__.co_filename).name, [*settings])
@@ -134,7 +134,7 @@ class LenientStream:
             self.stream.flush()
         except OSError as error:
             number = self.stream.fileno()
-            os.dup2(os.open(os.devnull, os.O_WRONLY), number)  # where the rest goes, also at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)  # takes all later output, also at exit
             if number == 1:
                 print(f"Nobody reads stdout any more ({error.strerror}): the command continues.", file=sys.stderr)
         return len(text)
@@ -152,7 +152,7 @@ def call(run: Callable[[str, list[str]], None], program: str, settings: list[str
     one-line error, and KeyboardInterrupt where it was interrupted.
     """
     handlers, ended = {number: signal.getsignal(number) for number in ranks.stop_signals()}, None
-    argv, sys.argv = sys.argv, [program, *settings]  # which a benchmark records
+    argv, sys.argv = sys.argv, [program, *settings]  # benchmarks record it
     ranks.forget_state()
     try:
         run(program, settings)
@@ -163,30 +163,30 @@ def call(run: Callable[[str, list[str]], None], program: str, settings: list[str
         ranks.forget_state()
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    if isinstance(ended, str):  # raised here, without the frames that hold the network
+    if isinstance(ended, str):  # raised here, so that its frames do not keep the network in memory
         raise ValueError(ended)
     if ended == 128 + signal.SIGINT:
         raise KeyboardInterrupt
-    if ended == 2:  # of argparse, which has printed why
-        raise ValueError(f"{program} does not know these arguments: {' '.join(settings)}")
+    if ended == 2:  # argparse has printed why
+        raise ValueError(f"{program} does not accept these arguments: {' '.join(settings)}")
     if ended:
         raise SystemExit(ended)
 
 
 def check_places(jobs: list[Settings]) -> None:
-    """Raises ValueError where jobs of a sweep have one output folder or file."""
+    """Raises ValueError if jobs of a sweep share an output folder or file."""
     for key in ("run_dir", "out"):
         places = [os.path.abspath(place) for job in jobs if (place := getattr(job, key, None)) is not None]
         if len({*places}) < len(places):
             raise ValueError(f"{len(jobs)} jobs of --multirun would write to {key}={getattr(jobs[0], key)}: give each "
-                             f"its own, with what differs in ${{}}, such as {key}='x-${{seed}}'.")
+                             f"its own by a setting that differs, such as {key}='x-${{seed}}'.")
 
 
-@functools.cache  # of the code that this process has loaded, whatever is committed later
+@functools.cache  # the code that this process has loaded, whatever is committed later
 def commit() -> str | None:
     """Returns this project's commit, with -dirty where tracked files differ from it.
 
-    Outside a repository it is TREAD_COMMIT of the environment, or None.
+    Outside a repository it is the environment's TREAD_COMMIT, or None.
     """
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"]
     try:
@@ -201,13 +201,13 @@ def mistake(error: Exception) -> str | None:
         return f"reading or writing {error.filename} failed: {error.strerror}."
     if isinstance(error, ValueError | OSError):
         return str(error)
-    if isinstance(error, HydraException | OmegaConfBaseException | yaml.YAMLError):  # the last with file and line
+    if isinstance(error, HydraException | OmegaConfBaseException | yaml.YAMLError):  # YAML's name file and line
         return " ".join(str(error).partition("Config search path")[0].split())
     return None
 
 
 def with_own_settings(sentence: str, config_name: str, declared: type[Settings]) -> str:
-    """Spells the settings that an error names as this command has them: autoencoder= is data.autoencoder= in training.
+    """Renames the settings in an error to this command's own: autoencoder= is data.autoencoder= in training.
 
     A key is rewritten if the command lacks it and has exactly one nested key of that name. Examples of other commands
     keep their settings.
@@ -222,18 +222,18 @@ def with_own_settings(sentence: str, config_name: str, declared: type[Settings])
     return re.sub(r"\S+\.py(?: (?:-\S+|\S+=\S*|…))*|(?<![\w.+])([A-Za-z_]\w*)=", spell, sentence)
 
 
-# Of any command.
+# The settings of all commands that save memory.
 SAVES_MEMORY = ("batch_size", "grad_accum_steps", "activation_checkpointing", "sharding", "precision", "data.on_device",
                 "samples.batch_size", "evaluate.batch_size", "decode_batch_size", "decode_precision", "num_workers",
                 "shard_size")
 
 
 def what_helps(error: Exception, plain: dict, when_full: Callable[[dict], str]) -> str:
-    """Writes that memory is full, and which settings of the command use less."""
-    given = leaves(plain)
-    helpful = [key for key in SAVES_MEMORY if given.get(key) is not None]
+    """Writes a sentence that memory is full, and that names the command's settings which save memory."""
+    values = leaves(plain)
+    helpful = [key for key in SAVES_MEMORY if values.get(key) is not None]
     advice = ""
-    with contextlib.suppress(Exception):  # the full memory is what matters
+    with contextlib.suppress(Exception):  # advice that fails must not hide the error
         advice = when_full(plain)
     return (f"Memory is full: {first_line(error)} {advice}Settings that help: {', '.join(helpful)} "
             f"(docs/reliability.md).")
@@ -266,12 +266,12 @@ def help_of(main: Callable, config_name: str) -> str:
         for file in files_of(f"{group}/{choice}.yaml") if choice else ():
             is_global = "@package _global_" in file.read_text(encoding="utf-8")
             parts.append(settings_in(file) if is_global else f"{group}:\n{textwrap.indent(settings_in(file), '  ')}")
-    parts.append("Options: --multirun (or -m) tries several values, as seed=0,1. --cfg job prints the settings. "
+    parts.append("Options: --multirun (or -m) tries several values, such as seed=0,1. --cfg job prints the settings. "
                  "--config-dir <folder> adds a folder like configs/.")
     return "\n\n".join(filter(None, parts))
 
 
 def settings_in(file: Path) -> str:
     """Returns a YAML file without what only Hydra reads."""
-    text, of_hydra = file.read_text(encoding="utf-8"), r"^(defaults|hydra):.*\n(?:[ -].*\n)*|^# @package.*\n"
-    return re.sub(r"\n{3,}", "\n\n", re.sub(of_hydra, "", text, flags=re.M)).strip()
+    text, hydra_only = file.read_text(encoding="utf-8"), r"^(defaults|hydra):.*\n(?:[ -].*\n)*|^# @package.*\n"
+    return re.sub(r"\n{3,}", "\n\n", re.sub(hydra_only, "", text, flags=re.M)).strip()

@@ -25,7 +25,7 @@ def set_float32(tf32: bool) -> None:
 def require_plain_launch() -> None:
     """Raises ValueError where accelerate's own config would wrap the network a second time.
 
-    It also raises where srun started processes that do not know of each other, so that each would do all the work.
+    It also raises ValueError if srun started processes that are not one group, as each would do all the work.
     """
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     if "SLURM_PROCID" in os.environ and tasks != "1" and "WORLD_SIZE" not in os.environ:
@@ -42,20 +42,20 @@ def require_plain_launch() -> None:
 
 # ---- the check of a GPU ---------------------------------------------------------------------------------------------
 
-OLDEST_DRIVERS = {"12": 525, "13": 580}  # of NVIDIA, by the CUDA that torch is built for
-NO_DEVICE = 100  # of cuInit, where no GPU is given to this process
+OLDEST_DRIVERS = {"12": 525, "13": 580}  # NVIDIA's, by the CUDA version that torch is built for
+NO_DEVICE = 100  # cuInit's error if this process may not use any GPU
 ON_THE_CPU = "cpu=true, or CUDA_VISIBLE_DEVICES= before the command, computes on the CPU"
 
 
 def check_device(cpu: bool, **precisions: str) -> bool:
     """Returns whether a command computes on the CPU; raises ValueError for a GPU that it cannot use or that is slow.
 
-    `precisions` are its settings of that kind, by name. Where each rank sees only its own GPU, as with Slurm's
+    `precisions` are its precision settings, by name. Where each rank sees only its own GPU, as with Slurm's
     --gpus-per-task=1, LOCAL_RANK becomes 0, as accelerate and torch choose the device by it.
     """
     if cpu:
         return True
-    with warnings.catch_warnings(action="ignore"):  # torch's own, of an old driver
+    with warnings.catch_warnings(action="ignore"):  # torch's warning of an old driver
         has_gpu = torch.cuda.is_available()
     if not has_gpu:
         check_unused_gpu()
@@ -72,7 +72,7 @@ def check_device(cpu: bool, **precisions: str) -> bool:
 
 
 def check_unused_gpu() -> None:
-    """Raises ValueError for a GPU of NVIDIA's that torch cannot use; warns of one that this process is not to see."""
+    """Raises ValueError for an NVIDIA GPU that torch cannot use; warns of one that is hidden from this process."""
     if os.environ.get("CUDA_VISIBLE_DEVICES", "unset") in ("", "-1", "NoDevFiles") or torch.version.hip:
         return
     error, cuda, count = ask_driver()
@@ -112,7 +112,7 @@ def ask_driver() -> tuple[int | None, tuple[int, int] | None, int]:
 
 
 def driver_version() -> str:
-    """Returns the version of NVIDIA's driver, as 580.65.06; "" where the system does not say it, as in WSL."""
+    """Returns the version of NVIDIA's driver, such as 580.65.06; "" if the system does not report it, as in WSL."""
     with contextlib.suppress(OSError):
         if found := re.search(r" (\d+\.[\d.]+) ", Path("/proc/driver/nvidia/version").read_text()):
             return found[1]
@@ -121,7 +121,7 @@ def driver_version() -> str:
 
 def check_capability(device: torch.device, **precisions: str) -> None:
     """Raises ValueError for a GPU that torch has no kernels for, and for bf16 where it would be emulated."""
-    if torch.version.hip:  # whose GPUs are not numbered like NVIDIA's
+    if torch.version.hip:  # AMD numbers its GPUs differently
         return
     has, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
     capability, built = f"compute capability {has[0]}.{has[1]}", torch.cuda.get_arch_list()
@@ -135,16 +135,16 @@ def check_capability(device: torch.device, **precisions: str) -> None:
 
 
 def runs_on(architecture: str, has: tuple[int, int]) -> bool:
-    """True if a GPU of this capability runs what was compiled for an architecture, as sm_86, sm_90a or compute_120."""
+    """True if a GPU of this capability runs code compiled for an architecture such as sm_86, sm_90a or compute_120."""
     kind, number, variant = re.fullmatch(r"(sm|compute)_(\d+)([a-z]?)", architecture).groups()
     compiled = int(number[:-1]), int(number[-1])
     if variant == "a":
         return compiled == has
-    return compiled <= has and (kind == "compute" or compiled[0] == has[0])  # compute_ is translated at the start
+    return compiled <= has and (kind == "compute" or compiled[0] == has[0])  # the driver compiles compute_ code itself
 
 
 def join_ranks(cpu: bool, tf32: bool, precisions: dict[str, str] | None = None, **options: object) -> PartialState:
-    """Starts the process group of a command that does not train; its state knows ranks and device."""
+    """Starts the process group of a command that does not train; the state has its ranks and device."""
     set_float32(tf32)
     require_plain_launch()
     cpu = check_device(cpu, **(precisions or {}))
@@ -156,13 +156,13 @@ def join_ranks(cpu: bool, tf32: bool, precisions: dict[str, str] | None = None, 
 
 
 def multiplies_in_tf32(device: torch.device) -> bool:
-    """True if a GPU that has TensorFloat-32, of compute capability 8.0 or more, is to use it."""
+    """True if float32 is multiplied in TensorFloat-32, which GPUs of compute capability 8.0 or more have."""
     return (device.type == "cuda" and torch.backends.cudnn.allow_tf32 and torch.version.hip is None
             and torch.cuda.get_device_capability(device) >= (8, 0))
 
 
 def device_name(device: torch.device) -> str:
-    """Names a GPU, or the processor and torch's number of threads on it, for the record of a time."""
+    """Names a GPU, or the processor and torch's number of threads on it, to record with a timing."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     name = platform.machine()
@@ -172,6 +172,6 @@ def device_name(device: torch.device) -> str:
 
 
 def describe_device(device: torch.device) -> dict[str, object]:
-    """Names the device and how it multiplies float32, for the record of a result."""
+    """Names the device and how it multiplies float32, to record with a result."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return {"device": name, "tf32": multiplies_in_tf32(device)}

@@ -15,8 +15,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from filelock import FileLock, Timeout
 
-MOST_LEVELS = 100  # of nested lists and objects, in a file of somebody
-MOST_BYTES = 2**28  # of a record, which is read at once
+MOST_LEVELS = 100  # of nested lists and objects in a file from elsewhere
+MOST_BYTES = 2**28  # of a record, which is read into memory at once
 # What numpy raises for the header of an npy that is damaged, has sizes beyond 64 bits, or is nested without end.
 NPY_ERRORS = (ValueError, TypeError, OverflowError, RecursionError, MemoryError, TokenError)
 
@@ -48,14 +48,14 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 
 def is_pointer(start: bytes) -> bool:
-    """True for the first bytes of a pointer of Git LFS, which a clone without LFS has in place of a large file."""
+    """True for the first bytes of a Git LFS pointer, which replaces a large file in a clone without LFS."""
     return start.startswith(b"version https://git-lfs.github.com/spec/")
 
 
 def refuse_pointer(file: Path) -> None:
-    """Raises ValueError where a file is a pointer of Git LFS, and not what it points to; OSError as `require_plain`."""
+    """Raises ValueError if a file is only a pointer of Git LFS, and OSError as `require_plain` does."""
     require_plain(file)
-    if not file.is_file() or file.stat().st_size >= 1024:  # the most that a pointer has
+    if not file.is_file() or file.stat().st_size >= 1024:  # pointers are shorter
         return
     if is_pointer(file.read_bytes()):
         raise ValueError(f"{file} is a pointer of Git LFS, and the file itself was not downloaded: run "
@@ -93,13 +93,13 @@ def remove(path: Path) -> None:
 def require_plain(file: Path) -> None:
     """Raises OSError for a pipe or the like, as reading it could wait forever."""
     if file.exists() and not file.is_file():
-        raise OSError(errno.EINVAL, "it is no plain file", str(file))
+        raise OSError(errno.EINVAL, "it is not a plain file", str(file))
 
 
 def link(file: Path, to: Path) -> None:
     """Gives a file a second name, or copies it where a disk has no such links.
 
-    Raises OSError for what is no plain file, as a symbolic link, and where `to` exists.
+    Raises OSError for anything but a plain file, such as a symbolic link, and if `to` exists.
     """
     if file.is_symlink():
         raise OSError(errno.ELOOP, "it is a link", str(file))
@@ -129,19 +129,19 @@ def write_text(path: Path, text: str) -> None:
 
 
 def is_inside(path: Path, folder: Path) -> bool:
-    """True if a path is of a folder, and no link leads out of it."""
+    """True if a path lies in a folder, and no link leads out of it."""
     return path.resolve().is_relative_to(folder.resolve())
 
 
 def inside(folder: Path, *names: str) -> Path:
     """Returns a path that lies inside a folder such as a run, before something is written, deleted or copied there.
 
-    The folder itself may be a link, as to a larger disk. Raises ValueError where a link or a name leads out of it.
+    The folder itself may be a link, say to a larger disk. Raises ValueError where a link or a name leads out of it.
     """
     path = folder.joinpath(*names)
     if not is_inside(path, folder):
-        raise ValueError(f"{path} leads out of {folder}, to {path.resolve()}: put what it leads to in its place, or "
-                         f"make {folder} itself the link.")
+        raise ValueError(f"{path} leads out of {folder}, to {path.resolve()}: replace the link by what it points to, "
+                         f"or make {folder} itself the link.")
     return path
 
 
@@ -157,7 +157,7 @@ def open_to_append(path: Path) -> BinaryIO:
 
 
 def append_row(path: Path, row: dict) -> None:
-    """Appends a JSON line, on a new line even where a kill has halved the last one."""
+    """Appends a JSON line, on a new line even if a kill has cut the last one short."""
     with naming_path(path), open_to_append(path) as file:
         end = file.seek(0, os.SEEK_END)
         file.seek(max(0, end - 1))
@@ -169,8 +169,8 @@ def append_row(path: Path, row: dict) -> None:
 def locked(path: Path) -> Iterator[None]:
     """Lets one process at a time into the block for `path`, by a lock file `.<name>.lock` beside it.
 
-    What has taken hours must not be lost to a lock: after a minute, or on a file system without locks, it prints so
-    and continues.
+    After a minute, or on a file system without locks, it prints a warning and continues, as a lock must not cost hours
+    of work.
     """
     lock = FileLock(path.with_name(f".{path.name}.lock"), fallback_to_soft=False)
     try:
@@ -184,7 +184,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def parse_json(content: str | bytes) -> Any:
-    """Parses JSON, in UTF-8 or UTF-16; raises ValueError for what is none, or is nested deeper than MOST_LEVELS."""
+    """Parses JSON, in UTF-8 or UTF-16; raises ValueError for anything else, and beyond MOST_LEVELS of nesting."""
     with contextlib.suppress(RecursionError):
         value = json.loads(content)
         level = [value]
@@ -197,7 +197,7 @@ def parse_json(content: str | bytes) -> Any:
 
 
 def read_rows(path: Path) -> list[dict]:
-    """Reads a file of JSON lines, without those that a kill has halved."""
+    """Reads a file of JSON lines, without those that a kill has cut short."""
     rows = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
         with contextlib.suppress(ValueError):
@@ -209,7 +209,7 @@ def read_rows(path: Path) -> list[dict]:
 def lock_folder(folder: Path, mistake: str) -> FileLock:
     """Locks a folder until this process ends; raises ValueError(mistake) where another process has locked it.
 
-    On a file system without locks it prints so and continues.
+    On a file system without locks it prints a warning and continues.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock", fallback_to_soft=False)  # a soft lock would outlive a kill
@@ -235,7 +235,7 @@ def write_array(archive: zipfile.ZipFile, key: str, parts: Iterable[np.ndarray],
 def read_array_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
     """Reads the header of an npy file of any version: shape, whether in Fortran's order, and type."""
     major, _ = np.lib.format.read_magic(file)
-    # Version 3 differs from 2 only in the alphabet of field names, which plain numbers do not have.
+    # Version 3 differs from 2 only in the encoding of field names, which plain numbers do not have.
     read = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
     return read(file)
 
@@ -246,5 +246,5 @@ def sha256(path: Path) -> str:
 
 
 def record_sha256(record: dict) -> str:
-    """Names a record by its content."""
+    """Returns 16 hex digits that identify a record by its content."""
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,23 +1,23 @@
-"""What a command does otherwise in a notebook: its bars are shown, and its pictures are shown."""
+"""What a command does differently in a notebook, where it shows its progress bars and its pictures."""
 
 import sys
 from pathlib import Path
 
 
 def shell() -> object | None:
-    """Returns IPython's shell where this process has one."""
+    """Returns this process's IPython shell, if it has one."""
     module = sys.modules.get("IPython")
     return module and module.get_ipython()
 
 
 def is_kernel() -> bool:
-    """True if what is printed here is shown in a notebook."""
+    """True if this process prints into a notebook."""
     return getattr(shell(), "kernel", None) is not None
 
 
 def has_command_line() -> bool:
     """True if sys.argv is a command's own: a notebook's holds the settings of its kernel."""
-    return shell() is None or hasattr(sys.modules["__main__"], "__file__")  # as %run has it
+    return shell() is None or hasattr(sys.modules["__main__"], "__file__")  # %run sets __file__
 
 
 def hides_bars(silent: bool = False) -> bool | None:

@@ -23,9 +23,9 @@ from accelerate.utils import broadcast_object_list
 
 from runtime import notebook
 
-# For one collective, in which ranks also wait for one that indexes, downloads or saves.
+# For one collective. Ranks also wait in one while another rank indexes, downloads or saves.
 TIMEOUT = timedelta(hours=2)
-JOINING_SECONDS = 10.0  # after which a rank says for whom it waits
+JOINING_SECONDS = 10.0  # before a rank prints what it is waiting for
 Found = TypeVar("Found")
 
 
@@ -58,7 +58,7 @@ def require_shared(state: Accelerator | PartialState, path: Path) -> None:
 def stop_signals() -> list[signal.Signals]:
     """Lists the signals that make a run save and stop: SIGUSR1 is Slurm's, and SIGHUP a closed terminal's.
 
-    Under nohup, which ignores SIGHUP, it stays ignored. A thread that is not the main one, as a web page's, has none.
+    Under nohup, which ignores SIGHUP, it stays ignored. Threads other than the main one have no signals.
     """
     if threading.current_thread() is not threading.main_thread():
         return []
@@ -71,7 +71,7 @@ class Votes:
 
     They reduce their requests about every SECONDS and read the result one vote later, so that no call waits for a GPU.
     They also agree on the number of calls between votes. If one call takes that long, they wait for the device and read
-    the result at once, as few such calls fit into a launcher's patience.
+    the result at once, as a launcher only waits for a few such calls.
     """
 
     SECONDS = 2.0       # launchers give a run 30 s between SIGTERM and SIGKILL
@@ -108,7 +108,7 @@ class Votes:
             if self.votes[1] is not None:
                 self.votes[1].synchronize()
             answer = max(answer, votes.tolist()[0])
-        # At most twice as many: the host may run ahead of a GPU's first calls, and not of the vote before.
+        # At most twice as many as before. The host may run ahead of a GPU's first calls, but not of the last vote.
         fitting = int(self.SECONDS / max(seconds_per_call, 1e-3))
         self.voted, self.calls = now, max(1, min(fitting, 2 * self.calls, self.MOST_CALLS))
         self.next_vote = call + self.calls
@@ -122,14 +122,14 @@ class Stopped(Exception):
 class StopRequest:
     """Turns the first of the stop signals into a request to the loop; a second one ends the process."""
 
-    PATIENCE = 1.0      # seconds in which a signal is the first one again: a terminal's Ctrl-C, and the launcher's
+    PATIENCE = 1.0      # seconds in which a repeated signal does not count: Ctrl-C comes from terminal and launcher
 
     def __init__(self, state: Accelerator | PartialState, clock: Callable[[], float] = time.monotonic):
         self.signal, self.received, self.clock, self.listens = 0, 0.0, clock, False
         self.steps, self.calls = Votes(state, clock), Votes(state, clock)
 
     def listen(self) -> None:
-        """Takes the signals over. Before the first step they end the process, as there is nothing to save."""
+        """Starts to handle signals. Before the first step they end the process, as there is nothing to save."""
         for number in stop_signals() if not self.listens else ():
             signal.signal(number, self.receive)
         self.listens = True
@@ -152,7 +152,7 @@ class StopRequest:
 
 @contextlib.contextmanager
 def joining() -> Iterator[None]:
-    """Says, while the block joins the process group, after some seconds what it waits for; Ctrl-C ends it at once.
+    """Prints what the block waits for if it takes long to join the process group; Ctrl-C ends it at once.
 
     Raises ValueError where the main rank's port is in use.
     """
@@ -167,7 +167,7 @@ def joining() -> Iterator[None]:
         f"must meet at {place}. To run a single process, unset RANK, LOCAL_RANK and WORLD_SIZE."], {"file": sys.stderr})
     timer.daemon = True
     timer.start()
-    before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # torch waits where Python hears no signal
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python handles no signal while torch waits
     try:
         yield
     except dist.DistNetworkError as error:
@@ -191,7 +191,7 @@ def exit_unsaved(number: int, frame: object) -> None:
 
 
 def wait_for_root_cause(error: BaseException) -> None:
-    """Waits some seconds where another rank prints the cause, in which the launcher ends this rank.
+    """Waits some seconds if another rank prints the cause; meanwhile the launcher ends this rank.
 
     It waits on every rank but the first, and for an error about nothing but a lost connection to another rank.
     """
@@ -203,15 +203,15 @@ def wait_for_root_cause(error: BaseException) -> None:
 
 
 def leave_group() -> None:
-    """Ends the process group of a command that has succeeded; after a failure the launcher does."""
+    """Ends the process group of a command that has succeeded; after a failure the launcher ends it."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 
 
 def forget_state() -> None:
-    """Lets the next command of this process choose device and precision anew, which accelerate keeps for all.
+    """Lets the next command of this process choose its own device and precision, which accelerate would keep.
 
-    Where ranks have a process group, they keep it with its device.
+    Ranks in a process group keep that and its device.
     """
     in_group = dist.is_available() and dist.is_initialized()
     # Private, as accelerate has no public call that forgets precision and device.

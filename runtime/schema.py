@@ -1,7 +1,7 @@
 """Plain values -> checked ones, or a sentence: the types and ranges of settings and records.
 
 A command declares the types of its settings in a subclass of `Settings`; configs/*.yaml have defaults and comments.
-Records that are read back (metadata.json, meta.json, rows of results.jsonl) are declared likewise.
+Records that are read back (metadata.json, meta.json, rows of results.jsonl) are declared the same way.
 """
 
 import contextlib
@@ -33,13 +33,13 @@ from runtime.files import MOST_BYTES, parse_json, refuse_pointer
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 OmegaConf.register_new_resolver("configs", lambda: str(CONFIGS), replace=True)  # in a YAML: ${configs:}
 
-# Two messages of diffusers about other libraries' versions, at each load of an autoencoder. Other warnings stay.
+# Hides two messages of diffusers about versions of libraries, at each load of an autoencoder, and no other warning.
 logging.getLogger("diffusers.quantizers.torchao.torchao_quantizer").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", message="The `local_dir_use_symlinks` argument is deprecated")
 
 
 class Settings(BaseModel):
-    """Settings or a record whose keys, types and ranges are declared; it cannot be changed."""
+    """Settings or a record whose keys, types and ranges are declared; immutable."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, protected_namespaces=())
 
@@ -60,7 +60,7 @@ Item = TypeVar("Item")
 NonEmptyList = Annotated[list[Item], Field(min_length=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
-Size = Annotated[int, Field(ge=1, le=2**16)]  # of one side of an array: more is a slip, and fills the memory
+Size = Annotated[int, Field(ge=1, le=2**16)]  # of one side of an array: more is a typo, and would fill memory
 Tokens = Annotated[Size, AfterValidator(_square)]
 Classes = Annotated[int, Field(ge=1, le=1_000_000)]
 Steps = Annotated[int, Field(ge=1, le=10_000)]  # of a sampler
@@ -69,9 +69,9 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Text = Annotated[str, Field(min_length=1)]
-# Of a file or a folder: shells leave a ~ after = alone.
+# A path of a file or folder. Shells do not expand a ~ after =, so this does.
 Location = Annotated[Text, AfterValidator(os.path.expanduser)]
-# 7, 0-63, [1,5,9], names: read by the functions that know what there is to choose from.
+# 7, 0-63, [1,5,9] or names. Functions that know the choices parse it.
 Selection = int | str | NonEmptyList[int | str]
 
 
@@ -101,20 +101,20 @@ def as_text(value: object) -> str:
 
 
 def in_quotes(text: str, interpolate: bool = False) -> str:
-    """Quotes text for Hydra, in which a backslash counts before a quote alone, and ${ begins an interpolation."""
+    """Quotes text for Hydra, where a backslash counts only before a quote, and ${ begins an interpolation."""
     text = text if interpolate else text.replace("${", "\\${")
     text = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), text)
     return f"'{text}'"
 
 
 def as_setting(key: str, value: object) -> str:
-    """Writes a setting for Hydra, with quotes where its grammar would read something else than the text."""
+    """Writes a setting for Hydra, with quotes if its grammar would read anything but the text."""
     text = str(value)
     plain = re.fullmatch(r"[A-Za-z_/.][\w/.+-]*", text, re.ASCII) and not re.fullmatch(r"\.[\d_]+(e.*)?", text, re.I)
     return f"{key}={text if plain and text.lower() not in RESERVED else in_quotes(text)}"
 
 
-RESERVED = ("null", "true", "false", "nan", "inf")  # to Hydra
+RESERVED = ("null", "true", "false", "nan", "inf")  # words of Hydra's grammar
 
 
 def shell(argument: str) -> str:
@@ -165,9 +165,9 @@ def read(declared: type[Declared], plain: dict, where: str = "") -> Declared:
 
 
 def nearest(key: str, known: Sequence[str]) -> str | None:
-    """Finds the key that was meant: one spelled alike, one of that name elsewhere, or one with its initials."""
+    """Guesses the intended key: one spelled alike, one of that name elsewhere, or one with its initials."""
     parent, _, leaf = key.rpartition(".")
-    names = {other.rpartition(".")[2]: other for other in reversed(known)}  # of two, the first
+    names = {other.rpartition(".")[2]: other for other in reversed(known)}  # the first of several
     beside = [name for name, other in names.items() if parent in ("", other.rpartition(".")[0])]
     initials = "".join(word[:1] for word in leaf.split("_"))
     meant = [*difflib.get_close_matches(key, known, n=1, cutoff=0.85),
@@ -177,13 +177,13 @@ def nearest(key: str, known: Sequence[str]) -> str | None:
 
 
 def unknown(what: str, key: str, known: Sequence[str], remedy: str) -> str:
-    """Says that something does not exist, and which of the `known` was meant; else how to find it."""
+    """Writes that something does not exist, and suggests one of the `known`, or else the remedy."""
     near = nearest(key, known)
     return f"There is no {what}: {f'did you mean {near}?' if near else remedy}"
 
 
 def leaves(plain: dict, prefix: str = "") -> dict[str, Any]:
-    """Returns the values that are no groups, by dotted key."""
+    """Flattens nested settings to values by dotted key."""
     found = {}
     for name, value in plain.items():
         found |= leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
@@ -191,7 +191,7 @@ def leaves(plain: dict, prefix: str = "") -> dict[str, Any]:
 
 
 def name_of_changes(given: dict, usual: dict) -> str:
-    """Names for a file what differs from the usual settings: `-scale1.5-seeds0-7`; long values are hashed."""
+    """Names what differs from the usual settings, for a file's name: `-scale1.5-seeds0-7`; long values are hashed."""
     usual, parts = leaves(usual), []
     for key, value in leaves(given).items():
         if value != usual.get(key):
@@ -203,9 +203,9 @@ def name_of_changes(given: dict, usual: dict) -> str:
 
 
 def value_at(plain: Any, place: tuple) -> tuple[str, Any]:
-    """Follows one of pydantic's places through plain values; returns the dotted key and the value there.
+    """Follows the location of a pydantic error through plain values; returns its dotted key and value.
 
-    Parts of a place that are not in the values, such as the name of a union's choice, are left out.
+    Parts of the location that are not in the values, such as the name of a union's choice, are left out.
     """
     key = []
     for part in place:
@@ -227,11 +227,11 @@ def declared_keys(declared: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def first_problem(declared: type[BaseModel], plain: Any, errors: list) -> str:
-    """Writes the first key that is wrong, the value that was given, and pydantic's message."""
+    """Writes the first key that is wrong, its value, and pydantic's message."""
     def key_of(error: Mapping) -> str:
         return value_at(plain, error["loc"])[0]
 
-    # Where a list is one of the types, the item that is wrong.
+    # Where the type may be a list, this is the item that is wrong.
     alike = [error for error in errors if f"{key_of(error)}.".startswith(f"{key_of(errors[0])}.")]
     first = max(alike, key=lambda error: key_of(error).count("."))
     key, value = value_at(plain, first["loc"])
@@ -262,7 +262,7 @@ def read_json(file: Path) -> dict:
     try:
         if file.stat().st_size > MOST_BYTES:
             raise ValueError(f"it has more than {MOST_BYTES:,} bytes")
-        content = parse_json(file.read_bytes())  # with a byte-order mark or without
+        content = parse_json(file.read_bytes())  # with or without a byte-order mark
     except ValueError as error:
         raise ValueError(f"{file} is not JSON ({error})") from None
     if not isinstance(content, dict):
@@ -272,7 +272,7 @@ def read_json(file: Path) -> dict:
 
 @contextlib.contextmanager
 def as_recorded(file: Path) -> Iterator[None]:
-    """Turns an error that the block raises, as a record has another form, into a ValueError that names its file."""
+    """Turns an error of the block, due to a record of another form, into a ValueError that names the file."""
     try:
         yield
     except (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
@@ -283,7 +283,7 @@ def as_recorded(file: Path) -> Iterator[None]:
 
 
 def read_record(declared: type[Declared], file: Path, remedy: str, content: Any = None) -> Declared:
-    """Reads a JSON file of ours, or its `content`, which has been read.
+    """Checks a JSON file of ours, or its `content` if that has been read.
 
     Raises ValueError, ending in `remedy`, where it is not JSON or lacks something.
     """

@@ -1,7 +1,7 @@
 """Shards a network over ranks by torch's FSDP2, block by block; gathers its tensors, and copies complete ones into it.
 
-A sharded tensor is a DTensor, which has the whole's shape and on each rank some of its rows. Every function here that
-handles tensors returns plain ones unchanged, so that its callers need not ask which they have.
+A sharded tensor is a DTensor. It has the complete tensor's shape, and each rank holds some of the rows. Every function
+here that handles tensors returns plain ones unchanged, so that its callers need not ask which they have.
 """
 
 import contextlib
@@ -13,23 +13,23 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-STATE_BYTES = 20  # of a parameter that is trained: weight, gradient, AdamW's two moments and average, in float32
+STATE_BYTES = 20  # per trained parameter: weight, gradient, AdamW's two moments and average, in float32
 
 
 def shard(net: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """Leaves to this rank, on `device`, its part of each parameter of a DiT that lies on the CPU, one block at a time.
+    """Moves this rank's part of each parameter of a DiT from the CPU to `device`, one block at a time.
 
-    Each block is gathered when it is called, in `dtype`, that of autocast or float32: its linear layers, which autocast
-    would cast anyway. All else is gathered with the network, in float32 as autocast leaves it: embeddings, the final
-    layer, and a block's norms and a scan's decays. Gradients are added up in float32.
+    A block's linear layers are gathered when it is called, in `dtype`: float32, or autocast's, which would cast them
+    anyway. All else is gathered with the network in float32, as autocast leaves it: embeddings, the final layer, a
+    block's norms, and a scan's decays. Gradients are added up in float32.
     """
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # which take a second
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # imports that take a second
 
     layers = [layer for layer in net.blocks.modules() if isinstance(layer, nn.Linear)]
     linear = {p for layer in layers for p in layer.parameters()}
-    # The network's own weights are freed after a pass, too: the average's would remain while it is not used.
+    # The network's own weights are freed after a pass, too. An unused average's would otherwise remain.
     unit = partial(fully_shard, mesh=all_ranks(device), reshard_after_forward=True)
-    # The network first, as it would not look into blocks that are units already.
+    # The network comes before its blocks, as it would not find linear layers in blocks that are units already.
     unit(net, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), ignored_params=linear)
     cast = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in net.blocks:
@@ -40,7 +40,7 @@ def shard(net: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module
 def shard_rest(objective: nn.Module, net: nn.Module, device: torch.device) -> nn.Module:
     """Shards what an objective trains besides its network, which is sharded already, as one more unit.
 
-    Without this each rank would step by its own gradients. Frozen parts, as a teacher, are replicated.
+    Without this each rank would step by its own gradients. Frozen parts, such as a teacher, are replicated.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -61,14 +61,14 @@ def size(module: nn.Module) -> int:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    return hasattr(tensor, "full_tensor")  # it is a DTensor, whose import takes a second
+    return hasattr(tensor, "full_tensor")  # a DTensor; importing that class takes a second
 
 
 def bytes_a_rank(net: nn.Module, world: int) -> int:
     """Counts what the fullest of `world` ranks holds between passes, in bytes; `net` is unsharded, maybe on meta.
 
-    That is STATE_BYTES a parameter, of a rank's share of its rows, rounded up. A pass needs activations and two
-    gathered blocks on top.
+    That is STATE_BYTES per parameter, for a rank's share of the rows, rounded up. A pass also needs activations and
+    two gathered blocks.
     """
     return STATE_BYTES * sum(-(-len(p) // world) * p[0].numel() for p in net.parameters())
 
@@ -106,10 +106,10 @@ def total_norm(accelerator: Accelerator, tensors: Sequence[Tensor]) -> Tensor:
 
 @contextlib.contextmanager
 def gathering(tensors: Iterable[Tensor]) -> Iterator[Iterator[Tensor]]:
-    """Yields the tensors, each gathered when it is its turn, so that one at a time is complete.
+    """Yields the tensors, gathering one at a time, so that only one is complete.
 
-    All ranks enter with the same ones. A rank that leaves before the end, as the main one on a full disk or the others
-    at once, still takes part in gathering the rest, so that no rank waits for it.
+    All ranks enter with the same tensors. A rank that leaves early, such as the main one on a full disk, still takes
+    part in gathering the rest, so that no rank waits for it. So do the others, which may leave at once.
     """
     stream = map(gather_full, tensors)
     try:
@@ -120,9 +120,9 @@ def gathering(tensors: Iterable[Tensor]) -> Iterator[Iterator[Tensor]]:
 
 
 def local_shard(tensor: Tensor, like: Tensor) -> Tensor:
-    """Cuts out of a complete tensor the rows that `like`, of its shape, has on this rank.
+    """Returns the rows of a complete tensor that `like`, of the same shape, holds on this rank.
 
-    It is returned as it is where `like` is plain, or of another shape, as AdamW's count of steps.
+    If `like` is plain, or of another shape, as for AdamW's count of steps, it returns the complete tensor.
     """
     if not is_sharded(like) or tensor.shape != like.shape:
         return tensor
@@ -133,7 +133,7 @@ def local_shard(tensor: Tensor, like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def copy_into(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-    """Copies complete tensors into those of the same names; into a sharded one, each rank its part."""
+    """Copies complete tensors into those of the same names; each rank copies its part into a sharded one."""
     for name, tensor in state.items():
         assert tensor.shape == own[name].shape, name
         own[name].copy_(local_shard(tensor, own[name]))

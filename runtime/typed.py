@@ -1,7 +1,7 @@
 """Arguments of a command -> plain settings, which Hydra composes from configs/.
 
 Hydra and YAML read 2025_11_25 as a number, true as a truth value and null as nothing. Where a setting is declared as
-text, what was typed replaces such a value. In a list, a sweep or a YAML file it needs quotes, which an error says.
+text, what was typed replaces such a value. In a list, a sweep or a YAML file it needs quotes, as an error says.
 """
 
 import argparse
@@ -59,20 +59,20 @@ def parse_options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def cli_overrides(arguments: Iterable[str]) -> dict[str, str]:
-    """Reads the settings of a command line as text, by key; of a key that comes twice the last one counts."""
+    """Reads the settings of a command line as text, by key; if a key comes twice, the last one counts."""
     pairs = (argument.lstrip("+~").partition("=") for argument in arguments)
     return {key.partition("@")[0]: value for key, _, value in pairs}
 
 
 def group_defaults(config_name: str) -> dict[str, str | None]:
-    """Lists the groups of configs that a command has, and the choice of each where none is given."""
+    """Lists the groups of configs that a command has, with the default choice of each."""
     entries = [entry for file in files_of(f"{config_name}.yaml") for entry in read_yaml(file).get("defaults", [])]
     return {key.removeprefix("override "): choice for entry in entries if isinstance(entry, dict)
             for key, choice in entry.items() if "@" not in key}
 
 
 def files_of(name: str) -> Iterator[Path]:
-    """Lists a file of configs/ after those that it includes."""
+    """Lists a file of configs/, preceded by the files that it includes."""
     file = CONFIGS / name
     for entry in read_yaml(file).get("defaults", []):
         if isinstance(entry, str) and entry != "_self_":
@@ -82,7 +82,7 @@ def files_of(name: str) -> Iterator[Path]:
 
 
 def without_null(settings: list[str], groups: dict[str, str | None]) -> list[str]:
-    """Writes group=null as Hydra has it: a default that is null is deleted, any other is `none`. The last counts."""
+    """Translates group=null for Hydra: a null default is deleted, any other becomes `none`. The last counts."""
     last = {setting.partition("=")[0]: setting for setting in settings}
     last |= {key: f"~{key}" if choice is None else f"{key}=none"
              for key, choice in groups.items() if last.get(key) == f"{key}=null"}
@@ -90,9 +90,9 @@ def without_null(settings: list[str], groups: dict[str, str | None]) -> list[str
 
 
 def jobs_of(settings: Iterable[str], multirun: bool) -> list[list[str]]:
-    """Lists the jobs of a sweep: each combination of the values of all settings, the last one's changing first.
+    """Lists the jobs of a sweep: each combination of the values of all settings, where the last one varies fastest.
 
-    Text that Hydra's grammar does not know, as größe (1), is quoted, also in a list, but for integers. Raises
+    Text that Hydra's grammar lacks, such as größe (1), is quoted, also in a list, except for integers. Raises
     ValueError, with what to type, for other lists, and for several values without `multirun`.
     """
     parser, values = OverridesParser.create(GlobalHydra.instance().config_loader()), []
@@ -116,7 +116,7 @@ def jobs_of(settings: Iterable[str], multirun: bool) -> list[list[str]]:
     return [list(job) for job in itertools.product(*values)]
 
 
-# ---- composed by Hydra ----------------------------------------------------------------------------------------------
+# ---- composing by Hydra ---------------------------------------------------------------------------------------------
 
 
 def read_yaml(file: Path) -> Any:
@@ -124,8 +124,8 @@ def read_yaml(file: Path) -> Any:
     return OmegaConf.to_container(OmegaConf.load(file))
 
 
-def read_yaml_of_others(file: Path) -> Any:
-    """Reads a YAML file that somebody may have made; raises ValueError for aliases, which can multiply without end."""
+def read_foreign_yaml(file: Path) -> Any:
+    """Reads a YAML file from elsewhere; raises ValueError for aliases, which can multiply without end."""
     try:
         with file.open(encoding="utf-8") as text:
             if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
@@ -136,9 +136,9 @@ def read_yaml_of_others(file: Path) -> Any:
 
 
 def compose(config_name: str, declared: type[Settings], arguments: list[str]) -> list[dict]:
-    """Composes a config with the arguments of a command, as plain values; several of them for --multirun.
+    """Composes a config with a command's arguments, as plain values; --multirun composes several.
 
-    Raises ValueError for a setting or a choice that does not exist, with the one that was meant.
+    Raises ValueError, with a suggestion, for a setting or a choice that does not exist.
     """
     options, given = parse_options(arguments)
     groups = group_defaults(config_name)
@@ -146,7 +146,7 @@ def compose(config_name: str, declared: type[Settings], arguments: list[str]) ->
     if options.config_dir is not None:
         folders = [CONFIGS / "presets", options.config_dir]
         settings.append(f"hydra.searchpath=[{','.join(in_quotes(f'file://{folder}') for folder in folders)}]")
-    GlobalHydra.instance().clear()  # of a notebook that uses it, too
+    GlobalHydra.instance().clear()  # a notebook may use Hydra, too
     with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
         try:
             jobs = [hydra.compose(config_name, job) for job in jobs_of(settings, options.multirun)]
@@ -154,14 +154,14 @@ def compose(config_name: str, declared: type[Settings], arguments: list[str]) ->
             if not error.missing_cfg_file or not error.options:
                 raise
             group, _, name = error.missing_cfg_file.rpartition("/")
-            there_are = f"There are {', '.join(error.options)}."
-            raise ValueError(unknown(f"{group}={name}", name, error.options, there_are)) from None
+            choices = f"There are {', '.join(error.options)}."
+            raise ValueError(unknown(f"{group}={name}", name, error.options, choices)) from None
         except ConfigCompositionException as error:
             if not (found := re.search(r"Could not override '([^']+)'", str(error))):
                 raise
             raise ValueError(unknown(f"setting {found[1]}", found[1], [*groups, *declared_keys(declared)],
                                      f"configs/{config_name}.yaml names all.")) from None
-        except TypeError:  # of Hydra, for a group with a list of dicts
+        except TypeError:  # Hydra raises it for a group with a list of dicts
             raise ValueError("A setting that takes a name of configs/ was given a list: write routes=balanced, say, "
                              "and 'model.routes=[…]' for routes of your own.") from None
     for cfg in jobs if not options.multirun else ():
@@ -182,7 +182,7 @@ def keep_text(cfg: DictConfig, declared: type[Settings], typed: Mapping[str, str
 
 
 def read_job(declared: type[Declared], plain: dict, config_name: str, typed: Mapping[str, str]) -> Declared:
-    """Checks composed settings as `read` does, and explains a file without its first line and a missing setting."""
+    """Checks composed settings as `read` does; explains a missing setting, and a file without its first line."""
     for name in plain.keys() - declared.model_fields:
         if (CONFIGS / name).is_dir():
             raise ValueError(f"The file of {name}= has settings of {name}, which the command does not read: its first "

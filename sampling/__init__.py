@@ -1,1 +1,1 @@
-"""Seeds -> images: how a network is sampled, and what is written of it."""
+"""Seeds -> images: how a network is sampled, and how images are written."""

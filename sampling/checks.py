@@ -1,4 +1,4 @@
-"""What a sampler accepts: its settings, their ranges, and the noise levels between which it is guided."""
+"""What a sampler accepts: its settings, their ranges, and the noise levels where guidance applies."""
 
 import inspect
 import math
@@ -8,16 +8,16 @@ from numbers import Real
 from edm import EDM
 from rf import RF
 
-LEVEL = (1e-6, 1e6)  # of noise: squares and roots of it stay in float32
+LEVEL = (1e-6, 1e6)  # of noise: its squares and roots fit float32
 LIMITS = {"sigma_min": LEVEL, "sigma_max": LEVEL, "rho": (0.1, 100), "S_churn": (0, 1e6), "S_min": (0, 1e6),
           "S_max": (0, math.inf), "S_noise": (0, 1e6), "shift": (0.01, 100)}
 
 
 def sampler_settings(diffusion: EDM | RF, given: Mapping[str, float | str | None]) -> dict[str, float | str]:
-    """Completes the settings of a diffusion's sampler; None is the diffusion's own value, as a shift, or the sampler's.
+    """Completes a diffusion's sampler settings; None takes the diffusion's value, as for shift, or the sampler's.
 
-    Raises ValueError for a setting or a solver that the sampler lacks, a value out of its range, or noise levels in the
-    wrong order.
+    Raises ValueError for a setting or a solver that the sampler lacks, a value outside its range, or noise levels in
+    the wrong order.
     """
     def settings_of(sample: Callable) -> dict[str, float | str | None]:
         parameters = inspect.signature(sample).parameters
@@ -43,17 +43,17 @@ def sampler_settings(diffusion: EDM | RF, given: Mapping[str, float | str | None
             raise ValueError(f"sampler.{low}={settings[low]} is not below sampler.{high}={settings[high]}.")
     churn = [f"sampler.{name}={given[name]}" for name in ("S_min", "S_max", "S_noise") if name in given]
     if churn and "S_churn" not in given:
-        raise ValueError(f"{' '.join(churn)} would change nothing without churn: set sampler.S_churn=40, too.")
+        raise ValueError(f"{' '.join(churn)} would change nothing without churn: also set sampler.S_churn=40.")
     return settings
 
 
 def check_interval(interval: tuple[float, float], diffusion: EDM | RF, sampler: Mapping) -> None:
-    """Raises ValueError for an interval of guidance that is not one of the diffusion's noise levels."""
+    """Raises ValueError for an interval of guidance that does not fit the diffusion's noise levels."""
     given = {} if isinstance(diffusion, RF) else sampler_settings(diffusion, sampler)
     low, high = ((0, 1) if isinstance(diffusion, RF) else
                  (given["sigma_min"], given["sigma_max"]) if "sigma_max" in given else
                  (diffusion.sigmas[0].item(), diffusion.sigmas[-1].item()))
-    is_of_edm = isinstance(diffusion, RF) and 1 < interval[1] < math.inf
-    if interval[0] >= interval[1] or interval[1] < low or interval[0] > high or is_of_edm:
+    looks_like_sigma = isinstance(diffusion, RF) and 1 < interval[1] < math.inf
+    if interval[0] >= interval[1] or interval[1] < low or interval[0] > high or looks_like_sigma:
         raise ValueError(f"interval={list(interval)} does not fit the sampler's noise levels, from {high:g} to "
                          f"{low:g}. A sigma of EDM is t = sigma / (1 + sigma) of flow matching.")

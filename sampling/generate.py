@@ -1,4 +1,4 @@
-"""Seeds -> images, over ranks, and what a sampling costs."""
+"""Seeds -> images, over ranks, and the cost of sampling."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -19,14 +19,14 @@ from routing_module import Route
 from runtime.device import DTYPES
 from runtime.notebook import hides_bars
 
-DRAWING_VERSION = 1  # raised by whoever changes the images of the same weights and seeds: tests/test_versions.py
+DRAWING_VERSION = 1  # a change of the images of the same seeds increments it: tests/test_versions.py
 
-# Seeds (B,) int64, labels (B,) int64, images (B, H, W, 3) uint8; or latents (B, C, h, w) float32 where not decoded.
+# Seeds (B,) int64, labels (B,) int64, images (B, H, W, 3) uint8; or latents (B, C, h, w) float32, not decoded.
 Batch = tuple[Tensor, Tensor, Tensor]
 
 
 class Meter:
-    """Takes the place of a network that is sampled, and counts the multiply-adds that its passes would take."""
+    """Replaces a network while it is sampled, and counts the multiply-adds that its passes would need."""
 
     def __init__(self, net: DiT):
         self.net, self.passes, self.linear, self.attention = net, 0, 0, 0
@@ -37,7 +37,7 @@ class Meter:
 
     @property
     def internal_head(self) -> object:
-        """Stands in for the head that has answered in the pass just counted; AttributeError where there is none."""
+        """Replaces the internal head, whose pass is already counted; AttributeError if the network has none."""
         head = self.net.internal_head
         return SimpleNamespace(answer=lambda x, *_, **__: x.new_zeros(len(x), head.out_channels, *x.shape[2:]))
 
@@ -75,7 +75,7 @@ class SeededNoise:
         self.device = device
 
     def randn(self, shape: tuple[int, ...]) -> Tensor:
-        """Draws float32 unit noise (B, *shape)."""
+        """Samples float32 unit noise (B, *shape)."""
         return torch.stack([torch.randn(shape, generator=g) for g in self.generators]).to(self.device)
 
     def randn_like(self, x: Tensor) -> Tensor:
@@ -86,21 +86,21 @@ def generate(
     state: PartialState,
     net: DiT,
     diffusion: EDM | RF,
-    decode: Callable[[Tensor], Tensor],     # latents (B, C, h, w) -> what is yielded, images (B, H, W, 3) uint8
+    decode: Callable[[Tensor], Tensor],     # latents (B, C, h, w) -> images (B, H, W, 3) uint8, which it yields
     seeds: list[int],                       # of all ranks; each is one image
-    labels: list[int],                      # one a seed
+    labels: list[int],                      # one per seed
     *,
-    batch_size: int,                        # images a rank samples at once, or fewer where its share is smaller
+    batch_size: int,                        # images that a rank samples at once, or fewer if its share is smaller
     num_steps: int,
     guidance: Guidance | None = None,
     precision: str = "fp32",                # of the network, under autocast
     progress: str | None = None,            # the bar's name; None: no bar
     **sampler: float | str,                 # settings of `diffusion.sample`
 ) -> Iterator[Batch]:
-    """Samples this rank's images batch by batch: of each round of world · batch_size seeds, rank r takes the r-th part.
+    """Samples this rank's images batch by batch: rank r takes the r-th part of each world · batch_size seeds.
 
-    All batches are full, so that shapes, and with them the bits, are the same on one rank and on several. Where seeds
-    run out, copies fill the batch, with -1 as their seed. `gathered` joins the ranks' parts in order and drops copies.
+    All batches are full, so that shapes and results are the same bit for bit on one rank and on several. Where seeds
+    run out, copies with seed -1 fill the batch. `gathered` joins the ranks' parts in order and drops copies.
     """
     device = next(net.parameters()).device
     batch_size = min(batch_size, max(1, math.ceil(len(seeds) / state.num_processes)))
@@ -122,7 +122,7 @@ def generate(
 
 
 def gathered(state: PartialState, batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Brings all ranks' batches together on every rank's CPU, in the order of the seeds and without the copies."""
+    """Gathers all ranks' batches on every rank's CPU, in the order of the seeds and without the copies."""
     for batch in batches:
         seeds, labels, images = (
             (gather(part.contiguous()) if state.num_processes > 1 else part).cpu() for part in batch)

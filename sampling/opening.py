@@ -1,4 +1,4 @@
-"""What a command that samples loads first: network, sampler, guidance, classes, decoder."""
+"""What a sampling command loads first: network, sampler, guidance, classes and decoder."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,16 +24,16 @@ class Sampling:
     guidance: Guidance | None
     guidance_record: dict | None
     classes: list[int]
-    decode: Callable[[Tensor], Tensor]  # latents (B, C, h, w) -> images (B, H, W, 3) uint8, or latents as they are
+    decode: Callable[[Tensor], Tensor]  # latents (B, C, h, w) -> images (B, H, W, 3) uint8, or latents unchanged
 
 
 def open_sampling(
     state: PartialState, cfg: SamplingSettings, most_classes: int | None = None, as_latents: bool = False,
     checkpoint: Checkpoint | None = None,
 ) -> Sampling:
-    """Loads what the settings name, or the checkpoint found there, before anything slow.
+    """Loads what the settings name, or the checkpoint found there, before anything slow starts.
 
-    Where no classes are named, at most the first `most_classes` that have images are sampled. With `as_latents` nothing
+    If no classes are named, it samples at most the first `most_classes` that have images. With `as_latents` nothing
     is decoded, and no autoencoder is loaded. Raises ValueError for settings that cannot work.
     """
     if cfg.checkpoint is None:
@@ -67,7 +67,7 @@ def open_sampling(
 
 
 def finite(latents: Tensor) -> Tensor:
-    """Returns latents as they are; raises ValueError where they are not finite."""
+    """Returns latents unchanged; raises ValueError if they are not finite."""
     if not latents.isfinite().all():
         raise ValueError("The sampled latents are not finite: use more common values of scale= and of the "
                          "sampler's settings, set precision=fp32, or choose an earlier checkpoint.")

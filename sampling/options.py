@@ -31,20 +31,20 @@ from weights.loading import Checkpoint, Trained, load_trained, other_data
 from weights.others import FAMILIES
 from weights.records import keywords
 
-MOST_SEED = 2**63 - 1  # seeds travel between ranks, and are stored, as int64
-GRID_CLASSES = 10  # a grid shows the first so many classes where none are named
+MOST_SEED = 2**63 - 1  # seeds are sent between ranks, and stored, as int64
+GRID_CLASSES = 10  # a grid shows at most this many classes unless some are named
 
 # ---- declared -------------------------------------------------------------------------------------------------------
 
 
 def within(name: str) -> type:
-    """Declares a number in the range of a setting of samplers, or null."""
+    """Declares a number in the range of a sampler's setting, or null."""
     low, high = LIMITS[name]
     return Annotated[float, Field(ge=low, le=high)] | None
 
 
 class SamplerSettings(Settings):
-    """A diffusion's sampler; null: its own value. EDM's are those of arXiv 2206.00364, Algorithm 2."""
+    """A diffusion's sampler; null: its own value. EDM's are in arXiv 2206.00364, Algorithm 2."""
 
     sigma_min: within("sigma_min") = None
     sigma_max: within("sigma_max") = None
@@ -57,9 +57,9 @@ class SamplerSettings(Settings):
     shift: within("shift") | Literal["size"] = None
 
 
-Gamma = Fraction | Annotated[tuple[Fraction, Fraction], Field(strict=False)]  # a number, or first and last of a cosine
+Gamma = Fraction | Annotated[tuple[Fraction, Fraction], Field(strict=False)]  # a number, or a cosine's first and last
 Pair = Annotated[tuple[Number, Annotated[float, Field(ge=0)]], Field(strict=False)]
-# Where tokens are routed and rejoin; the ratios are gamma1 and gamma2.
+# The blocks where tokens are routed and rejoin; gamma1 and gamma2 are the ratios.
 GuidanceRoute = keywords(Route, selection_ratio=None, x_T=None, x_D_last=None, path_drop=None, drop_batch=None)
 
 
@@ -81,7 +81,7 @@ NO_GUIDANCE = read(GuidanceSettings, read_yaml(CONFIGS / "guidance/none.yaml"))
 
 
 class WeightsSettings(Settings):
-    """Which weights to load, and what their file may not say about them."""
+    """Which weights to load, and what their file may not record."""
 
     checkpoint: Location | None
     weights: AnyWeights | None
@@ -127,11 +127,11 @@ def check_guided(settings: GuidanceSettings, cli_overrides: Mapping[str, str]) -
 
 def build_guidance(
     settings: GuidanceSettings, trained: Trained, device: torch.device | str = "cpu",
-    weak_checkpoint: Checkpoint | None = None,  # that `weak` names; None: it is looked up here
+    weak_checkpoint: Checkpoint | None = None,  # the one that `weak` names; None: found here
 ) -> tuple[Guidance | None, dict | None]:
     """Builds guidance and its record from its settings, loading a weak network; None, None where `scale` is None.
 
-    Raises ValueError, with the numbers and the setting, where they cannot work with `trained`.
+    Raises ValueError, with the numbers and the setting, if they cannot work with `trained`.
     """
     if settings.scale is None:
         return None, None
@@ -198,14 +198,14 @@ def parse_seeds(key: str, given: str | int | Iterable[int] | None) -> list[int]:
 def parse_classes(
     key: str, given: str | int | Iterable | None, num_classes: int, class_names: list[str] | None, present: list[int],
 ) -> list[int]:
-    """Reads class names, indices and ranges of indices, or of names that are numbers; None is `present`, with images.
+    """Reads class names, indices, and ranges of indices or of numeric names; None means the `present` classes.
 
     Raises ValueError for a class that does not exist.
     """
     if given is None:
         return present
     index = {name: i for i, name in enumerate(class_names or [])}
-    # Where all names are numbers, a number is a name, in a range as well; 7 also names a class 007.
+    # If all names are numbers, a number is a name, also in a range; 7 also means class 007.
     known = {int(name): i for name, i in index.items() if name.isascii() and name.isdigit()}
     if len(known) < max(1, len(index)):
         known = {i: i for i in range(num_classes)}
@@ -223,15 +223,16 @@ def parse_classes(
 
 
 def empty_classes(present: list[int], num_classes: int) -> str | None:
-    """Says how many of a network's classes have no images, and the first of them; None where all have some."""
+    """Writes how many of a network's classes have no images, and the first ones; None if all have some."""
     if not (empty := sorted({*range(num_classes)} - {*present})):
         return None
     first = ", ".join(map(str, empty[:5])) + (" …" if len(empty) > 5 else "")
-    return f"{len(empty):,} of {num_classes:,} classes have no training images ({first}), which are sampled if named."
+    return (f"{len(empty):,} of {num_classes:,} classes have no training images ({first}). They are only sampled if "
+            f"they are named.")
 
 
 def unscored_classes(num_samples: int, classes: list[int]) -> str | None:
-    """Says of how many classes no image is scored where images are fewer than classes; None where all have one."""
+    """Writes how many classes are scored if images are fewer than classes; None if each class has an image."""
     if num_samples >= len(classes):
         return None
     return (f"num_samples={num_samples} covers only {num_samples:,} of {len(classes):,} classes, and the reference has "
@@ -239,5 +240,5 @@ def unscored_classes(num_samples: int, classes: list[int]) -> str | None:
 
 
 def labels_of(seeds: Iterable[int], classes: list[int]) -> list[int]:
-    """Gives each seed its class, balanced and by the seed alone, so that an image never depends on its neighbours."""
+    """Returns the class of each seed: balanced, and by the seed alone, so that no image depends on another."""
     return [classes[seed % len(classes)] for seed in seeds]

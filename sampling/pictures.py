@@ -21,14 +21,14 @@ from runtime.files import atomic_write, write_array
 from runtime.notebook import show
 from sampling.generate import Batch
 
-MOST_COLUMNS = 10  # of a grid, whose classes may have many images each
+MOST_COLUMNS = 10  # of a grid, as a class may have many images
 
 
 def draw_grid(
     images: Tensor,                         # (N, H, W, 3) uint8
-    labels: list[int],                      # one an image
-    display_names: list[str] | None,        # of the classes; None: their numbers
-    classes: Iterable[int] = (),            # in the order of the rows; others follow as they come
+    labels: list[int],                      # one per image
+    display_names: list[str] | None,        # of the classes; None: numbers are shown
+    classes: Iterable[int] = (),            # in the order of the rows; other classes follow
 ) -> Image.Image:
     """Lays out images in captioned rows of at most MOST_COLUMNS; each class begins one.
 
@@ -49,11 +49,11 @@ def draw_grid(
     # DejaVu Sans comes with matplotlib and has letters far beyond Latin.
     [folder] = importlib.util.find_spec("matplotlib").submodule_search_locations
     font = ImageFont.truetype(Path(folder) / "mpl-data/fonts/ttf/DejaVuSans.ttf", size=12)
-    unknown = bytes(font.getmask("\U0010ffff"))  # the box in place of a letter that the font does not have
+    unknown = bytes(font.getmask("\U0010ffff"))  # the box that stands for a missing letter
 
     def caption(label: int) -> str:
         name = display_names[label] if display_names and label < len(display_names) else ""
-        # A line break, or another character that is not printed, is shown as a space.
+        # A line break or other unprintable character becomes a space.
         name = "".join(letter if letter.isprintable() else " " for letter in name[:41])
         return name if name and all(bytes(font.getmask(letter)) != unknown for letter in name) else str(label)
 
@@ -72,7 +72,7 @@ def draw_grid(
 
 
 def save_image(image: Image.Image, path: Path, record: dict[str, object] | None = None) -> None:
-    """Writes a PNG, with `record` in it as a line of JSON."""
+    """Writes a PNG that contains `record` as a line of JSON."""
     info = PngInfo()
     if record is not None:
         info.add_text("drawn", json.dumps(record))
@@ -94,8 +94,8 @@ def write_grid(
     return grid
 
 
-def read_drawn(path: Path) -> dict | None:
-    """Reads the record that `save_image` or `write_npz` put into a file; None for a file of another maker."""
+def read_sampling_record(path: Path) -> dict | None:
+    """Reads the record that `save_image` or `write_npz` put into a file; None if the file has none."""
     try:
         if path.suffix == ".npz":
             with zipfile.ZipFile(path) as archive:
@@ -110,22 +110,22 @@ def read_drawn(path: Path) -> dict | None:
 
 
 def check_file(path: Path, remedy: str) -> None:
-    """Raises ValueError, ending in `remedy`, where there is a file that no command of ours has made."""
-    if path.is_file() and read_drawn(path) is None:
+    """Raises ValueError, ending in `remedy`, if there is a file that none of our commands made."""
+    if path.is_file() and read_sampling_record(path) is None:
         raise ValueError(f"out={path} exists and was not made by this code: {remedy}.")
 
 
 def check_folder(folder: Path, name: str, overwrite: bool) -> list[Path]:
     """Lists the pictures that `write_pngs` wrote into a folder for a set of another name.
 
-    Raises ValueError where there are some and `overwrite` does not ask to clear them, and for pictures of others.
+    Raises ValueError if there are some and `overwrite` is false, and for pictures from elsewhere.
     """
     earlier = []
     for file in folder.rglob("*"):
         if not looks_like_image(file.relative_to(folder).as_posix()):
             continue
         named = file.parent == folder and re.fullmatch(r"\d{6,}_\d+\.png", file.name)
-        drawn = read_drawn(file) if named else None
+        drawn = read_sampling_record(file) if named else None
         if drawn and drawn.get("set") == name:
             continue
         if not (drawn and overwrite):
@@ -154,8 +154,8 @@ def write_npz(
 ) -> None:
     """Consumes the gathered batches of all ranks; the main one streams them into an npz, by default in ADM's keys.
 
-    The first of `keys` are the images (N, H, W, 3) uint8 or the latents (N, C, h, w) float32, the second the labels
-    (N,), `seeds` the seeds (N,), both int64. The archive's comment says by which device they were sampled.
+    The first key has the images (N, H, W, 3) uint8 or the latents (N, C, h, w) float32, and the second the labels (N,)
+    int64. `seeds` has the seeds (N,) int64. The archive's comment names the device that sampled them.
     """
     if not state.is_main_process:
         for _ in batches:  # every rank samples its share

@@ -1,6 +1,6 @@
-"""Images -> features: the Inception of 2015 as ADM's graph or in PyTorch, DINOv2, timm's, pixels, a TorchScript file.
+"""Images -> features: Inception of 2015 as ADM's graph or in PyTorch, DINOv2, timm, pixels, a TorchScript file.
 
-Every extractor takes uint8 images (B, H, W, 3) and resizes and scales them.
+Every extractor takes uint8 images (B, H, W, 3), and resizes and scales them itself.
 """
 
 import contextlib
@@ -28,36 +28,36 @@ INCEPTION_URL = ("https://github.com/toshas/torch-fidelity/releases/download/v0.
                  "weights-inception-2015-12-05-6726825d.pth")
 DINOV2_REPO = "timm/vit_large_patch14_dinov2.lvd142m"
 TIMM = "timm:"
-NUM_SPATIAL = 7  # channels of mixed_6/conv that sFID looks at: 17 × 17 × 7 = 2023 values
+NUM_SPATIAL = 7  # channels of mixed_6/conv that sFID uses: 17 × 17 × 7 = 2023 values
 
 
 @dataclass(frozen=True)
 class Extractor:
-    """Named features of images, and what two scores must agree in to be compared.
+    """Named features of images, and what must agree for two scores to be compared.
 
-    `compute` maps uint8 images (B, H, W, 3), on any device, to float32 features: "pool" (B, D), which every distance
-    and neighbourhood is measured on, and of Inception also "spatial" (B, 2023) and "probs" (B, classes).
+    `compute` maps uint8 images (B, H, W, 3), on any device, to float32 features: "pool" (B, D), for every
+    distance and neighbourhood, and for Inception also "spatial" (B, 2023) and "probs" (B, classes).
     """
 
     name: str
-    space: str                  # features compare within a space: those of adm and inception do
-    distance: str               # what a Fréchet distance between its "pool" features is called
+    space: str                  # features can be compared within a space; adm and inception share one
+    distance: str               # the name of the Fréchet distance between its "pool" features
     sizes: dict[str, int]       # length of each feature
     input: str                  # input size, resize rule and value range, in words
     compute: Callable[[Tensor], dict[str, Tensor]]
-    weights: str | None = None  # path of the weights, None where there are none
+    weights: str | None = None  # path of the weights; None: it has none
     sha256: str | None = None   # of the weights
     library: str | None = None  # the package whose version matters
-    neighbours: Distances = squared_distances   # what precision and recall measure distances by
+    neighbours: Distances = squared_distances   # for precision and recall
 
     @property
     def kid_name(self) -> str:
-        """What the kernel distance on its "pool" features is called: KID of Inception's, KDD of DINOv2's."""
+        """The name of the kernel distance on its "pool" features: KID for Inception, KDD for DINOv2."""
         return {"fid": "kid", "fd_dinov2": "kdd"}.get(self.distance, f"kd_{self.distance[3:]}")
 
     @property
     def mind_name(self) -> str:
-        """What MIND on its "pool" features is called."""
+        """The name of MIND on its "pool" features."""
         return "mind" if self.distance == "fid" else f"mind_{self.distance[3:]}"
 
     @property
@@ -73,7 +73,7 @@ class Extractor:
 
 def versions(extractor: Extractor) -> dict[str, str]:
     names = filter(None, ["numpy", "scipy", "accelerate", extractor.library])
-    return {"python": platform.python_version(), "torch": torch.__version__,  # with its CUDA, +cu130
+    return {"python": platform.python_version(), "torch": torch.__version__,  # including its CUDA, as in +cu130
             **{name: importlib.metadata.version(name) for name in names}}
 
 
@@ -86,10 +86,10 @@ def load_extractor(
 ) -> Extractor:
     """Loads one of EXTRACTORS, or `timm:<name>`.
 
-    `weights` is a local path, else they are downloaded once, and `sha256` must be theirs. The caller's generators stay
-    as they are. Raises ValueError or OSError for weights that cannot be read or fetched, or a hash that differs.
+    `weights` is a local path; without it they are downloaded once. `sha256` must be theirs. The caller's random
+    generators are unchanged. Raises ValueError or OSError for weights that cannot be read or fetched, or another hash.
     """
-    with torch.random.fork_rng(devices=[]):  # a network is filled at random before its weights are read
+    with torch.random.fork_rng(devices=[]):  # a network has random weights before its own are read
         if name.startswith(TIMM):
             return of_timm(name, weights and Path(weights), sha256, device)
         return EXTRACTORS[name](weights and Path(weights), sha256, device)
@@ -98,7 +98,7 @@ def load_extractor(
 def extract(
     extractor: Extractor, batches: Iterable[tuple[Tensor, Tensor]],
 ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """Turns (indices (B,), images (B, H, W, 3) uint8) into (indices, named features); those of index -1 are dropped.
+    """Turns (indices (B,), images (B, H, W, 3) uint8) into (indices, named features); images of index -1 are dropped.
 
     Raises ValueError where a feature is not finite.
     """
@@ -113,7 +113,7 @@ def extract(
         for name, values in features.items():
             if not (finite := values.isfinite().all(1).cpu()).all():
                 raise ValueError(f"The {extractor.name} features ({name}) of {int((~finite).sum())} of {len(finite)} "
-                                 f"images are not finite, of image {int(indices[~finite][0])} first.")
+                                 f"images are not finite, first of image {int(indices[~finite][0])}.")
         yield indices, features
 
 
@@ -121,13 +121,13 @@ def extract(
 
 
 def fetch(url: str, hash_prefix: str | None = None) -> Path:
-    """Downloads a file once into torch.hub's folder (TORCH_HOME moves it); raises ValueError where it cannot."""
+    """Downloads a file once into torch.hub's folder (TORCH_HOME moves it); raises ValueError if it cannot."""
     path = Path(torch.hub.get_dir()) / "checkpoints" / url.rpartition("/")[2]
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             torch.hub.download_url_to_file(url, str(path), hash_prefix)
-        except Exception as error:  # urllib, ssl and socket each have their own
+        except Exception as error:  # urllib, ssl and socket each have their own errors
             raise ValueError(f"{url} could not be downloaded ({error}): download it elsewhere and set "
                              f"features_weights=path/to/{path.name}.") from error
     return path
@@ -140,21 +140,21 @@ def hub_weights(repo: str, wheel: str | None = None) -> Path:
 
 @contextlib.contextmanager
 def reading(path: Path, sha256: str | None, what: str) -> Iterator[str]:
-    """Yields the SHA-256 of weights, and makes any error of a library's reader a ValueError: they are not `what`.
+    """Yields the SHA-256 of weights; any error of the library that reads them becomes a ValueError.
 
-    Raises ValueError where `sha256` is another one.
+    That says they are not `what`. It also raises ValueError if `sha256` is another.
     """
     files.refuse_pointer(path)
     found = files.sha256(path)
     if sha256 is not None and found != sha256.lower():
-        raise ValueError(f"{path} has SHA-256 {found}, but sha256={sha256} was asked for.")
+        raise ValueError(f"{path} has SHA-256 {found}, but the setting is sha256={sha256}.")
     try:
         yield found
     except Exception as error:
         raise ValueError(f"{path} is not {what}: {first_line(error)}.") from error
 
 
-# ---- Inception, of 2015 ---------------------------------------------------------------------------------------------
+# ---- Inception of 2015 ----------------------------------------------------------------------------------------------
 
 
 def adm(weights: Path | None, sha256: str | None, device: torch.device | str) -> Extractor:
@@ -173,7 +173,7 @@ def adm(weights: Path | None, sha256: str | None, device: torch.device | str) ->
     @tf.function(input_signature=[tf.TensorSpec([None, None, None, 3], tf.float32)])
     def run(images: object) -> tuple:
         nodes = ["pool_3:0", "mixed_6/conv:0", "softmax/logits/MatMul"]
-        # The graph's own input is a batch of one; fed here, its resize to 299 and everything after take any batch.
+        # The graph's own input is a batch of one. From this node on, its resize to 299 and the rest take any batch.
         pool, spatial, product = tf.graph_util.import_graph_def(graph, {"ExpandDims:0": images}, nodes, name="")
         pool = tf.reshape(pool, [-1, pool.shape[-1]])
         logits = tf.matmul(pool, product.inputs[1])  # without the bias, as ADM does
@@ -201,17 +201,17 @@ def inception(weights: Path | None, sha256: str | None, device: torch.device | s
 
     path = weights or fetch(INCEPTION_URL, hash_prefix="6726825d")
     with reading(path, sha256, "torch-fidelity's weights-inception-2015-12-05 as weights alone") as digest:
-        # torch-fidelity reads the file as a pickle; what passes here holds nothing but tensors and cannot run code.
+        # torch-fidelity reads the file as a pickle. A file that passes here holds only tensors, and cannot run code.
         torch.load(path, map_location="cpu", weights_only=True)
         network = FeatureExtractorInceptionV3("inception-v3-compat", ["2048", "logits_unbiased"],
                                               feature_extractor_weights_path=str(path))
-    network, caught = network.to(device), {}
+    network, hooked = network.to(device), {}
     # mixed_6/conv is the first branch of the third block after the reduction to 17 × 17, after its ReLU.
-    network.Mixed_6d.branch1x1.register_forward_hook(lambda module, args, output: caught.update(spatial=output))
+    network.Mixed_6d.branch1x1.register_forward_hook(lambda module, args, output: hooked.update(spatial=output))
 
     def compute(images: Tensor) -> dict[str, Tensor]:
         pool, logits = network(images.to(device).permute(0, 3, 1, 2).contiguous())
-        spatial = caught.pop("spatial")[:, :NUM_SPATIAL].permute(0, 2, 3, 1).flatten(1)  # channels last
+        spatial = hooked.pop("spatial")[:, :NUM_SPATIAL].permute(0, 2, 3, 1).flatten(1)  # channels last
         return {"pool": pool, "spatial": spatial, "probs": logits.softmax(1)}
 
     return Extractor(
@@ -229,7 +229,7 @@ def dinov2(
     weights: Path | None, sha256: str | None, device: torch.device | str,
     architecture: str = "vit_large_patch14_dinov2",
 ) -> Extractor:
-    """Loads DINOv2's ViT-L/14 through timm; its normalised class token (1024) is what FD-DINOv2 is measured on."""
+    """Loads DINOv2's ViT-L/14 through timm; FD-DINOv2 is measured on its normalised class token (1024)."""
     import timm
 
     weights = weights or hub_weights(DINOV2_REPO)
@@ -247,7 +247,7 @@ def dinov2(
 def resized(
     network: nn.Module, size: tuple[int, int], mode: str, mean: tuple, std: tuple, device: torch.device | str,
 ) -> Callable[[Tensor], dict[str, Tensor]]:
-    """Makes `compute` of a network that takes images of a size, normalised; they are resized with antialiasing."""
+    """Makes `compute` for a network that takes normalised images of one size; resizes them with antialiasing."""
     network = network.to(device).eval().requires_grad_(False)
     mean, std = (torch.tensor(values, device=device).view(3, 1, 1) for values in (mean, std))
 
@@ -261,9 +261,9 @@ def resized(
 
 
 def of_timm(name: str, weights: Path | None, sha256: str | None, device: torch.device | str) -> Extractor:
-    """Loads any network of timm's; features are those before the classifier, and images are as in its data config.
+    """Loads any network of timm; features come from before the classifier, and images follow its data config.
 
-    Images are resized as a whole; timm's crop_pct is not used. Weights may be those of an installed wheel (WHEELS).
+    Complete images are resized, without timm's crop_pct. Weights may come from an installed wheel (WHEELS).
     """
     import timm
 
@@ -276,7 +276,7 @@ def of_timm(name: str, weights: Path | None, sha256: str | None, device: torch.d
     weights = weights or in_wheel(model) or hub_weights(cfg.hf_hub_id or model, WHEELS.get(model))
     with reading(weights, sha256, f"timm's {model} in safetensors, or a .pth of tensors") as digest:
         state = read_timm(model, weights)
-        # With as many classes as the file has, timm requires all tensors; with fewer, it leaves random what is lacking.
+        # With as many classes as the file has, timm requires all tensors. With fewer, missing ones would be random.
         heads = [cfg.classifier] if isinstance(cfg.classifier, str) else cfg.classifier or ()
         classes = cfg.num_classes if any(f"{head}.weight" in state for head in heads) else 0
         network = timm.create_model(model, pretrained=True, num_classes=classes,
@@ -304,7 +304,7 @@ def positions_at_224(positions: Tensor) -> Tensor:
 
 
 def pixels(weights: Path | None, sha256: str | None, device: torch.device | str) -> Extractor:
-    """Makes features of the image, averaged to 8 × 8: without weights or semantics, so never to be called FID."""
+    """Averages the image to 8 × 8 as its features; they have no weights or semantics, so never call this FID."""
     if weights or sha256:
         raise ValueError("features=pixels has no weights: leave features_weights= and sha256= out.")
 
@@ -326,11 +326,11 @@ def torchscript(weights: Path | None, sha256: str | None, device: torch.device |
     what = "TorchScript from uint8 images (B, 3, H, W) of any size to (B, D)"
     with reading(weights, sha256, what) as digest, torch.no_grad():
         network = load_torchscript(weights, device)
-        images = torch.arange(3 * 3 * 256 * 256).view(3, 3, 256, 256).sqrt().byte().to(device)  # of three kinds
+        images = torch.arange(3 * 3 * 256 * 256).view(3, 3, 256, 256).sqrt().byte().to(device)  # three different ones
         features = network(images).float()
         _, size = features.shape
-        moved = (features[:2] - network(images[:2]).float()).abs().max()
-        if moved > 0.01 * (features[0] - features[1]).abs().max():
+        changed = (features[:2] - network(images[:2]).float()).abs().max()
+        if changed > 0.01 * (features[0] - features[1]).abs().max():
             raise ValueError("the features of an image depend on the others in its batch, as in training mode (trace "
                              "or script the network after .eval())")
 

@@ -1,6 +1,6 @@
 """Images to score, stored or sampled, and the record of what they are.
 
-Stored ones are of a folder, a zip, an npz, an npy, or latents that are decoded.
+Stored images come from a folder, a zip, an npz or an npy, or are decoded from latents.
 """
 
 import hashlib
@@ -45,18 +45,18 @@ Indexed = Iterator[tuple[Tensor, Tensor]]  # indices (B,) int64, -1 for a copy; 
 
 @dataclass
 class Images:
-    """Images that are all of one size, and the record of what they are."""
+    """Images of one size, and the record of what they are."""
 
     count: int
     read: Callable[[np.ndarray], Tensor]    # indices (B,) -> uint8 (B, H, W, 3)
     record: dict
     shuffled: np.ndarray | None = None      # all indices in a fixed shuffled order; None: they are scored as stored
-    neighbours: int | None = None           # of a reference: how many precision and recall look at; None: all
+    neighbours: int | None = None           # of a reference: how many precision and recall use; None: all
 
     def choose(self, num: int) -> np.ndarray:
         """Picks `num` indices, evenly spread, in the order in which they are scored.
 
-        The Inception Score is a mean over splits, so a folder's classes must not come one after the other.
+        The Inception Score is a mean over splits, so a folder's images must not be sorted by class.
         """
         chosen = evenly(self.count, num)
         return chosen if self.shuffled is None else self.shuffled[np.isin(self.shuffled, chosen)]
@@ -67,15 +67,15 @@ class ImageSet:
     """Images to score, sampled or stored."""
 
     count: int
-    record: dict                            # what they are; sampled ones add their size
-    rule: str                               # how uint8 was made
-    read: Callable[[np.ndarray], Indexed]   # indices to do, of all ranks -> this rank's images
+    record: dict                            # what they are; sampling adds their size
+    rule: str                               # how pixels were rounded to uint8
+    read: Callable[[np.ndarray], Indexed]   # missing indices, of all ranks -> this rank's images
 
 
 def evenly(count: int, num: int) -> np.ndarray:
-    """Picks `num` of `count` indices, evenly spread: sources are sorted by class, and the first would be of few.
+    """Picks `num` of `count` indices, evenly spread, as sources are sorted by class and the first images show few.
 
-    It is not `latents.listing.spread`, which has the last index, as scores depend on the choice.
+    Unlike `latents.listing.spread` it may leave out the last index. Scores depend on the choice.
     """
     return np.arange(num) * count // num
 
@@ -85,10 +85,10 @@ def open_images(
     key: str,                               # the setting that names the path, for messages
     path: str,
     resolution: int | None = None,
-    autoencoder: str | None = None,         # of latents, which are decoded; None: as the folder says
+    autoencoder: str | None = None,         # decodes latents; None: the one in their folder's record
     decode_batch_size: int | None = None,
 ) -> Images:
-    """Opens a folder or zip of images, which alone are scaled, an npz with `arr_0`, an npy, or a folder of latents.
+    """Opens a folder or zip of images, an npz with `arr_0`, an npy, or latents; only the first two are scaled.
 
     Raises ValueError for what cannot be scored, and for fewer than two images, which have no covariance.
     """
@@ -113,11 +113,11 @@ def are_files(path: str) -> bool:
 
 
 def open_array(key: str, path: str) -> Images:
-    """Opens the images of an npy, or under arr_0 of an npz, which are read when they are asked for."""
+    """Opens the images of an npy, or under arr_0 of an npz; each is read when it is needed."""
     kind = Path(path).suffix
     files.refuse_pointer(Path(path))
     try:
-        # For as long as it is read.
+        # Both remain open, as `read` uses them.
         archive = None if kind == ".npy" else zipfile.ZipFile(path)
         file = archive.open("arr_0.npy") if archive else open(path, "rb")  # noqa: SIM115
         stored = archive.getinfo("arr_0.npy").file_size if archive else os.path.getsize(path)
@@ -141,7 +141,7 @@ def open_array(key: str, path: str) -> Images:
         pixels = bytearray()
         try:
             for index in indices.tolist():
-                file.seek(first + index * size)  # which reads all between, and from the start to go back
+                file.seek(first + index * size)  # in a zip this reads all between, and starts over to go back
                 pixels += file.read(size)
             return torch.frombuffer(pixels, dtype=torch.uint8).view(len(indices), *shape[1:])
         except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
@@ -154,7 +154,7 @@ def open_array(key: str, path: str) -> Images:
 def open_decoded(
     path: str, device: torch.device, autoencoder: str | None = None, decode_batch_size: int | None = None,
 ) -> Images:
-    """Opens a latent folder as the images that its autoencoder makes of it; of moments, those of the means."""
+    """Opens a latent folder as images that its autoencoder decodes; moments are decoded at their means."""
     latents = open_latents(path)
     decoder = autoencoders.load_decoder(autoencoder or latents.autoencoder, latents.shape, latents.convention, device,
                                         batch_size=decode_batch_size, trusted=autoencoder is not None)
@@ -170,9 +170,9 @@ def open_decoded(
 
 
 def open_files(state: PartialState, key: str, path: str, resolution: int | None) -> Images:
-    """Opens a folder or zip of images, which are scored in an order of their hashes, whatever their names are.
+    """Opens a folder or zip of images, which are scored in the order of their hashes, whatever their names are.
 
-    The hash of all and their size must be known before the first is scored: ranks share out that reading.
+    All hashes and sizes must be known before the first image is scored, so ranks share the reading.
     """
     try:
         source = open_source(path, labels="none")
@@ -205,8 +205,8 @@ def open_files(state: PartialState, key: str, path: str, resolution: int | None)
         if names and state.is_main_process:
             print(f"{key}={path}: {len(names):,} of {len(found):,} images: the file {remark}: {', '.join(names[:5])}")
     if broken := [why for *_, why in found if why]:
-        raise ValueError(f"{key}={path}: {len(broken)} of {len(source)} files cannot be read as images, {broken[0]} "
-                         f"first: replace them.")
+        raise ValueError(f"{key}={path}: {len(broken)} of {len(source)} files cannot be read as images, first "
+                         f"{broken[0]}: replace them.")
     copies = len(digests) - len({*digests})
     if copies > len(digests) // 100 and state.is_main_process:
         print(f"{key}={path}: {copies:,} of {len(digests):,} files are copies of others, as if seeds were used twice.")
@@ -231,7 +231,7 @@ def open_files(state: PartialState, key: str, path: str, resolution: int | None)
 
 
 def shuffled(digests: list[bytes]) -> np.ndarray:
-    """Orders files (n,) by a hash of their content and of how many copies come before, which spreads the copies."""
+    """Orders files (n,) by a hash of their content and the number of earlier copies, which spreads copies."""
     copies, keys = Counter(), []
     for digest in digests:
         keys.append(hashlib.sha256(digest + copies[digest].to_bytes(8, "big")).digest())
@@ -255,7 +255,7 @@ def describe_weights(
     checkpoint: str, step: int | None, weights: str, autoencoder: str, decode_precision: str, classes: list[int],
     num_classes: int, **more: object,
 ) -> dict:
-    """Records which weights sample which classes (all, a list, or a long list's length and hash), and what decodes."""
+    """Records weights, decoder and classes: all, a list, or the length and hash of a long list."""
     if classes == list(range(num_classes)):
         classes = "all"
     elif len(classes) > 100:
@@ -268,9 +268,9 @@ def describe_weights(
 
 
 class SampledImages(ImageSet):
-    """Images that a network samples from `seeds`, and the record of how: what a result must say to be compared.
+    """Images that a network samples from `seeds`, and the record that a result needs to be compared.
 
-    The record gets the images' size when the first are sampled.
+    The record gets the images' size once the first are sampled.
     """
 
     def __init__(
@@ -287,9 +287,9 @@ class SampledImages(ImageSet):
         guidance: Guidance | None = None,
         precision: str = "fp32",                # of the network, under autocast
         sampler: dict | None = None,            # settings of `diffusion.sample`; None: its own
-        outline: DiT | None = None,             # a network of its shapes, to count its passes on; None: itself
-        weights: dict | None = None,            # what `describe_weights` records of the network's
-        guidance_record: dict | None = None,    # None: what guidance says of itself
+        outline: DiT | None = None,             # a network of the same shapes to count costs on; None: `net`
+        weights: dict | None = None,            # the record that `describe_weights` makes
+        guidance_record: dict | None = None,    # None: guidance's own record
     ):
         self.seeds, self.labels = seeds, labels
         sampler = sampler_settings(diffusion, sampler or {})
@@ -304,20 +304,20 @@ class SampledImages(ImageSet):
             "precision": precision,
             "size": None, "seeds": f"{seeds[0]}-{seeds[-1]}",
             "labels": BALANCED, "order": "of the seeds",
-            "drawing_version": DRAWING_VERSION,  # and of one image:
+            "drawing_version": DRAWING_VERSION,  # the rest is per image:
             "evaluations": passes, "multiply_adds": {"linear": linear, "attention": attention},
         }
         super().__init__(len(seeds), record, SAMPLED_RULE, self.sample)
 
     def sample(self, todo: np.ndarray) -> Indexed:
-        """Samples this rank's share of the images at the indices `todo`, those of all ranks in rounds."""
+        """Samples this rank's share of the images at the indices `todo`, which are those of all ranks."""
         seeds, labels = ([values[index] for index in todo] for values in (self.seeds, self.labels))
-        place = dict(zip(seeds, todo.tolist(), strict=True)) | {-1: -1}  # the seed of a copy
+        place = dict(zip(seeds, todo.tolist(), strict=True)) | {-1: -1}  # a copy has seed -1
         for sampled, _, images in self.generate(seeds, labels):
             self.record["size"] = list(images.shape[1:3])
             yield torch.tensor([place[seed] for seed in sampled.tolist()]), images
 
 
 def derived_hours(record: dict, count: int, precision: str) -> float:
-    """Derives the hours of one H100 that sampling `count` images takes, by the FLOPs of the network alone."""
+    """Estimates the hours in which one H100 samples `count` images, from the network's FLOPs alone."""
     return 2 * sum(record["multiply_adds"].values()) * count / H100[precision] / 3600

@@ -1,6 +1,6 @@
 """Features -> statistics -> scores: FID, sFID, Inception Score, precision, recall as ADM has them, and KID and MIND.
 
-Only mathematics on tensors. If several processes share the work, the caller passes what sums over them.
+This is only mathematics on tensors. If several processes share the work, the caller passes a function that sums.
 """
 
 import contextlib
@@ -13,11 +13,11 @@ from scipy.linalg.lapack import dpstrf
 from torch import Tensor
 
 SPLIT = 5000        # images of one Inception Score; the score of a set is the mean over its splits
-NEIGHBOUR = 3       # precision and recall: a ball reaches to the third nearest neighbour
+NEIGHBOUR = 3       # precision and recall: a ball reaches the third nearest neighbour
 SUBSETS, SUBSET = 100, 1000     # KID: the number of subsets, and of images in each
 PROJECTIONS = 1000  # MIND: random directions
-DRAWN_FROM = 2020   # the seed of both, as in torch-fidelity
-BLOCK = 10000       # rows and columns of distances that ADM's evaluator looks at in one piece
+RANDOM_SEED = 2020  # for KID and MIND, as in torch-fidelity
+BLOCK = 10000       # rows and columns of distances that ADM's evaluator computes in one piece
 
 OverRanks = Callable[[Tensor], Tensor]  # sums a tensor over all processes
 Distances = Callable[[Tensor, Tensor], Tensor]  # features (N, D) and (M, D) -> squared distances (N, M)
@@ -41,13 +41,13 @@ class Moments:
         features = features.to(self.sum.device, torch.float64)
         if self.count == 0:
             self.shift = features.mean(0)
-        away = features - self.shift
-        self.count += len(away)
-        self.sum += away.sum(0)
-        self.outer.addmm_(away.T, away)
+        centred = features - self.shift
+        self.count += len(centred)
+        self.sum += centred.sum(0)
+        self.outer.addmm_(centred.T, centred)
 
     def merge(self, summed: OverRanks) -> None:
-        """Makes every rank's moments those of all ranks' features together."""
+        """Replaces each rank's moments by those of all ranks' features together."""
         count, total = (summed(value) for value in (self.count.clone(), self.sum + self.count * self.shift))
         mean = total / count
         to_mean = mean - self.shift  # the same sums, about the mean of all
@@ -81,7 +81,7 @@ class ScoreSums:
         return mean_score(self.sums)
 
     def are_sorted(self) -> bool:
-        """True if full splits score much less than their images at once: each has a part of the classes."""
+        """True if full splits score much less than all their images at once, as each has only some of the classes."""
         full = self.sums[self.sums[:, 0] == SPLIT]
         return len(full) > 1 and mean_score(full) < 0.7 * mean_score(full.sum(0, keepdim=True))
 
@@ -108,11 +108,11 @@ def frechet_distance(mu1, sigma1, mu2, sigma2) -> float:
 
 
 def why_no_covariance(sigma: Tensor) -> str | None:
-    """Says why a matrix (D, D) is not a covariance, up to rounding in float32; None where it is one."""
+    """Explains why a matrix (D, D) is not a covariance, up to rounding in float32; None if it is one."""
     apart, limit = (sigma - sigma.T).abs().max().item(), 1e-4 * sigma.abs().max().item()
     if apart > limit:
         return f"it is not symmetric: entries differ by up to {apart:.3g}"
-    slack = 1e-5 * sigma.trace().item() + 1e-30  # of an eigenvalue; Cholesky shows them in a tenth of the time
+    slack = 1e-5 * sigma.trace().item() + 1e-30  # for eigenvalues; Cholesky finds negative ones ten times as fast
     if torch.linalg.cholesky_ex(sigma + slack * torch.eye(len(sigma), dtype=sigma.dtype)).info:
         return f"it has negative eigenvalues, down to {torch.linalg.eigvalsh(sigma)[0].item():.3g}"
     return None
@@ -129,8 +129,8 @@ def square_root(sigma: Tensor) -> Tensor:
 def sum_of_singular_values(K: Tensor) -> Tensor:
     """Sums the singular values of K (r, s), as square roots of the eigenvalues of K Kᵀ.
 
-    Eigenvalues below 1e-16 of the largest are rounding, and a thousand of their roots show in a FID. So the large ones
-    are taken first, and the others after K is projected away from their vectors.
+    Eigenvalues below 1e-16 of the largest are rounding errors, and a thousand of their roots would change a FID. So the
+    large ones are summed first, and the others after K is projected onto the remaining vectors.
     """
     total, first = K.new_zeros(()), None
     while len(K):
@@ -148,7 +148,7 @@ def norms_in_half(half: Tensor) -> Tensor:
     """Sums the squares of float16 rows (N, D) in float16, in the order in which TensorFlow's reduce_sum does on a CPU.
 
     Each half of the row goes into 4 accumulators of 8 lanes; only the 8 lanes at the end are added in float32. The
-    rounding on the way decides on which side of a ball a feature falls, so ADM's counts come back with this order only.
+    rounding on the way decides on which side of a ball a feature falls, so only this order reproduces ADM's counts.
     """
     squares = torch.nn.functional.pad(half * half, (0, -half.shape[1] % 64))
     lanes = squares.view(len(half), 2, -1, 4, 8)
@@ -163,13 +163,13 @@ def norms_in_half(half: Tensor) -> Tensor:
 def distances_in_half(u: Tensor, v: Tensor, rows: int = 1000) -> Tensor:
     """Computes squared distances (N, M) between features (N, D) and (M, D), rounded as ADM's evaluator rounds them.
 
-    That is float16 throughout, and float32 where any distance of the block overflows float16. Returns either.
+    That is float16 throughout, and float32 where any distance of the block overflows float16. It returns either type.
     """
     half_u, half_v = u.half(), v.half()
     distances = torch.empty((len(u), len(v)), dtype=torch.float16, device=u.device)
     norm_v, wide_v = norms_in_half(half_v), half_v.float().T
     for part, block in zip(half_u.split(rows), distances.split(rows), strict=True):
-        # float16 products are exact in float32, which is what they are summed in on every device this way.
+        # float16 products are exact in float32. This way every device sums them in float32.
         block[:] = (norms_in_half(part)[:, None] - 2 * (part.float() @ wide_v).half() + norm_v).clamp_(min=0)
         if not block.isfinite().all():
             return (u.square().sum(1)[:, None] - 2 * u @ v.T + v.square().sum(1)).clamp_(min=0)
@@ -179,7 +179,7 @@ def distances_in_half(u: Tensor, v: Tensor, rows: int = 1000) -> Tensor:
 def squared_distances(u: Tensor, v: Tensor, rows: int = 1000) -> Tensor:
     """Computes squared distances (N, M) float32 between features (N, D) and (M, D), on a device that has float64.
 
-    Products are float64 and about the mean, so a shift of all features changes no distance. Those of copies are 0.
+    Products are float64 and about the mean, so a shift of all features changes no distance. Copies have distance 0.
     """
     distances = torch.empty((len(u), len(v)), device=u.device)
     centre = v.double().mean(0)
@@ -188,7 +188,7 @@ def squared_distances(u: Tensor, v: Tensor, rows: int = 1000) -> Tensor:
         part = part.double() - centre
         norms = part.square().sum(1)[:, None] + v.square().sum(1)
         exact = torch.addmm(norms, part, v.T, alpha=-2)
-        block[:] = exact.masked_fill_(exact < 1e-12 * norms, 0)  # what float64 leaves of the distance between copies
+        block[:] = exact.masked_fill_(exact < 1e-12 * norms, 0)  # rounding between copies
     return distances
 
 
@@ -208,14 +208,14 @@ def radii(features: Tensor, measure: Distances) -> Tensor:
 def precision_recall(
     reference: Tensor, images: Tensor, measure: Distances = squared_distances,
 ) -> tuple[float, float]:
-    """Computes the share of images within the reference's balls, and of the reference within the images'.
+    """Computes the fraction of images in the reference's balls, and of the reference in the images' balls.
 
-    Features are (N, D) and (M, D) float32 on one device; a ball reaches to the third nearest neighbour in its own set
+    Features are (N, D) and (M, D) float32 on one device; a ball reaches the third nearest neighbour in its own set
     (Kynkäänniemi et al., arXiv 1904.06991). Raises ValueError for sets too small to have a third neighbour.
     """
     if min(len(reference), len(images)) <= NEIGHBOUR:
         raise ValueError(f"Precision and recall use the {NEIGHBOUR} nearest neighbours: {len(reference)} reference "
-                         f"images and {len(images)} others are too few.")
+                         f"images and {len(images)} images to score are too few.")
     with exact_float32():
         reference_radii, image_radii = radii(reference, measure), radii(images, measure)
         within_images = torch.zeros(len(reference), dtype=torch.bool, device=reference.device)
@@ -234,9 +234,9 @@ def precision_recall(
 def kernel_distance(images: Tensor, reference: Tensor) -> float:
     """Computes KID (Bińkowski et al., arXiv 1801.01401): the unbiased squared MMD for the kernel (x·y / D + 1)³.
 
-    It is the mean over 100 subsets of 1000 of the features (N, D) and (M, D), drawn as torch-fidelity draws them.
+    It is the mean over 100 subsets of 1000 of the features (N, D) and (M, D), sampled as in torch-fidelity.
     """
-    rng, distances = np.random.RandomState(DRAWN_FROM), []
+    rng, distances = np.random.RandomState(RANDOM_SEED), []
     for _ in range(SUBSETS):
         x, y = (features[rng.choice(len(features), SUBSET, replace=False)].double() for features in (images, reference))
         xx, yy, xy = ((a @ b.T / a.shape[1] + 1) ** 3 for a, b in ((x, x), (y, y), (x, y)))
@@ -248,10 +248,10 @@ def kernel_distance(images: Tensor, reference: Tensor) -> float:
 def mind_distance(images: Tensor, reference: Tensor) -> float:
     """Computes MIND (Berthet et al., arXiv 2605.06797): 3 D times the mean squared 1-D Wasserstein-2 distance.
 
-    Features (N, D) and (M, D) are projected onto 1000 random directions, and sorted there. Of the larger set as many
-    as the smaller has are drawn. Both draws are those of torch-fidelity.
+    Features (N, D) and (M, D) are projected onto 1000 random directions, and sorted there. The larger set is sampled
+    down to the size of the smaller. Directions and sample are those of torch-fidelity.
     """
-    generator, count = torch.Generator().manual_seed(DRAWN_FROM), min(len(images), len(reference))
+    generator, count = torch.Generator().manual_seed(RANDOM_SEED), min(len(images), len(reference))
     x, y = (features if len(features) == count else
             features[torch.randperm(len(features), generator=generator)[:count].to(features.device)]
             for features in (images, reference))
@@ -264,7 +264,7 @@ def mind_distance(images: Tensor, reference: Tensor) -> float:
 
 @contextlib.contextmanager
 def exact_float32() -> Iterator[None]:
-    """Keeps TensorFloat-32, whose 10 bits show in a score, out of float32 products, and restores what was set."""
+    """Turns TensorFloat-32 off, as its 10 bits change scores, and restores the earlier setting."""
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False

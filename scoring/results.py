@@ -1,4 +1,4 @@
-"""A row of results.jsonl: what was scored, with what, and whether before; tables, and scores that are published."""
+"""Rows of results.jsonl: what was scored, how, and whether before; tables, and comparison with published scores."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ from scoring.statistics import SCORING_VERSION
 from weights.loading import Checkpoint, Trained
 from weights.records import DIFFUSIONS
 
-AtLeastTwo = Annotated[int, Field(ge=2, le=10**7)]  # images: one has no covariance
+AtLeastTwo = Annotated[int, Field(ge=2, le=10**7)]  # images, as one has no covariance
 TITLES = {"fid": "FID", "sfid": "sFID", "inception_score": "IS", "precision": "P", "recall": "R", "kid": "KID",
           "kdd": "KDD", "mind": "MIND", "fdr": "FDr", "fd_dinov2": "FD-DINOv2", "mind_dinov2": "MIND-DINOv2"}
 FORMS = ("text", "markdown", "latex")
@@ -31,15 +31,15 @@ Metrics = NonEmptyList[str] | Literal["all"]
 
 
 class Published(Settings):
-    """Published scores, and how their images were sampled: of configs/gauge, or of an experiment."""
+    """Published scores and how their images were sampled, from configs/gauge or from an experiment."""
 
     where: str
     scores: dict[str, Number]
-    tolerance: dict[str, Number] = {}               # how far from them ours may lie
-    diffusion: one_of(DIFFUSIONS) | None = None     # that the network was trained with; None: that of ours
-    step: NonNegativeInt | None = None              # after which they were sampled; None: any step of ours
+    tolerance: dict[str, Number] = {}               # how far ours may be from them
+    diffusion: one_of(DIFFUSIONS) | None = None     # that the network was trained with; None: our network's
+    step: NonNegativeInt | None = None              # of the sampled checkpoint; None: any step of ours
     num_samples: AtLeastTwo = 50_000
-    num_steps: Steps | None = None                  # None where the images themselves are published
+    num_steps: Steps | None = None                  # None if the images themselves are published
     sampler: SamplerSettings = SamplerSettings()
     scale: Number | None = None
     interval: Pair | None = None
@@ -54,8 +54,8 @@ def result_row(
     *,
     seconds: float = 0.0,
     batch_size: int,
-    resolution: int | None = None,      # to which images were scaled
-    resumed_images: int = 0,            # those whose features were kept
+    resolution: int | None = None,      # that images were scaled to
+    resumed_images: int = 0,            # those whose features were cached
 ) -> dict:
     """Makes a row of results.jsonl: scores, and all that they depend on."""
     return {
@@ -71,7 +71,7 @@ def result_row(
 
 
 def summary(source: dict, count: int) -> str:
-    """Returns a line with what a paper has to say about how images were made, except for their guidance."""
+    """Returns a line with what a paper must state about how images were made, except for their guidance."""
     if "sampler" not in source:
         return f"{count:,} images as they are stored in {source.get('path')}"
     step = "" if source.get("step") is None else f" at step {source['step']:,}"
@@ -110,7 +110,7 @@ class ResultRow(Record):
 
 
 def tells_scores_apart(key: str) -> bool:
-    """True if scores that differ in this setting of fid.py are two; files are known by the SHA-256 in their row."""
+    """True if this setting of fid.py makes a different score; rows identify files by SHA-256."""
     return key not in ("batch_size", "keep_features", "reference", "features_weights")
 
 
@@ -124,35 +124,34 @@ def read_results(path: Path) -> list[dict]:
     return rows
 
 
-# What another version of the code changes in a row.
-OF_THE_CODE = ("versions", "source.drawing_version", "scoring_version")
+# Facts in a row that change with the code's version.
+CODE_VERSIONS = ("versions", "source.drawing_version", "scoring_version")
 COMPARED = ("images", "extractor", "reference", "floor", "image_rule", "resolution", "versions", "scoring_version")
 # The path of a file, and the hash of its content.
 PLACES = {"checkpoint": "weights_sha256", "autoencoder": "autoencoder_sha256", "path": "sha256", "weights": "sha256"}
 
 
 def without_places(record: dict) -> dict:
-    """Removes paths from a record, and from the records in it, where the hash of the content is there as well."""
+    """Removes paths from a record, and from the records in it, if it also has the hash of the content."""
     return {key: without_places(value) if isinstance(value, dict) else value for key, value in record.items()
             if not (key in PLACES and record.get(PLACES[key]))}
 
 
 def facts_of(row: dict, any_version: bool) -> dict:
-    """Names all that a row's scores depend on: files by their content, and the code by its versions."""
+    """Returns all that a row's scores depend on: files by their content, and the code by its versions."""
     row = without_places(row)
-    # The size is known once the first images are sampled, `origin` is in training's rows of older versions, and a run
-    # that trains may lie anywhere.
+    # The size is only known once images are sampled. Older versions wrote `origin` in training's rows. A run that
+    # trains may be moved.
     ignored = ("size", "origin", *(["checkpoint"] if row["source"].get("in_training") else []))
     facts = {f"source.{key}": value for key, value in row["source"].items() if key not in ignored}
     facts |= {key: row[key] for key in COMPARED if key in row}
-    return {key: value for key, value in facts.items() if not (any_version and key in OF_THE_CODE)}
+    return {key: value for key, value in facts.items() if not (any_version and key in CODE_VERSIONS)}
 
 
 def scored_before(row: dict, path: Path, any_version: bool = False, ignored: Sequence[dict] = ()) -> dict | None:
-    """Finds in results.jsonl a row that has the scores which `row` asks for and has not measured yet.
+    """Finds the row of results.jsonl that has the scores which `row` still lacks.
 
-    Both must depend on the same facts. With `any_version` versions of the code may differ; rows that are `ignored` are
-    passed over.
+    Both must depend on the same facts. With `any_version` the code's versions may differ. `ignored` rows are skipped.
     """
     wanted = facts_of(json.loads(json.dumps(row)), any_version)  # as it would be read back
     for old in read_results(path):
@@ -169,16 +168,16 @@ def add_rows(path: Path, rows: list[dict], before: list[dict]) -> None:
             if scored_before(row, path, ignored=before) is None:
                 files.append_row(path, row)
             else:
-                print(f"Another process has added the same scores to {path} meanwhile; there is no second row.")
+                print(f"Another process has added the same scores to {path}; they are not added again.")
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------
 
 
 def with_mean_fdr(rows: list[dict]) -> dict:
-    """Makes one row of those of several networks, with FDr as the mean over them (arXiv 2604.28190).
+    """Combines the rows of several networks into one, with FDr as the mean over them (arXiv 2604.28190).
 
-    The first network's metrics keep their names. Where another has one of the same name, its network's name is added.
+    The first network's metrics keep their names. If another has the same metric, its network's name is appended.
     """
     if len(rows) == 1:
         return rows[0]
@@ -196,14 +195,14 @@ def with_mean_fdr(rows: list[dict]) -> dict:
 
 
 def as_table(rows: list[dict], form: str = "text") -> str:
-    """Writes rows as a table with a line each, and below it what a paper has to say about them."""
+    """Writes rows as a table with a line each, and below it what a paper must state about them."""
     names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
     weights = [row["source"].get("weights") or "" for row in rows]
     lines = [["weights", "guidance", *(TITLES.get(name, name) for name in names)]]
     for row, which in zip(rows, weights, strict=True):
         values = [row["metrics"].get(name) for name in names]
         lines.append([which, guided(row), *("" if value is None else f"{value:.5g}" for value in values)])
-    if len({*weights}) == 1:  # which stands below the table
+    if len({*weights}) == 1:  # the summary below the table names them
         lines = [cells[1:] for cells in lines]
     sources = list(dict.fromkeys(summary(row["source"], row["images"]) for row in rows))
     columns = f"{'l' * (len(lines[0]) - len(names))}{'r' * len(names)}"
@@ -229,10 +228,10 @@ def guided(row: dict) -> str:
 
 
 def as_published(cfg: SamplingSettings, checkpoint: Checkpoint | None = None) -> SamplingSettings:
-    """Completes fid.py's settings by those of the gauge or, with sampler=published, by those in a checkpoint's record.
+    """Completes fid.py's settings from the gauge or, with sampler=published, from a checkpoint's record.
 
-    What is given goes first. Scores in the record come along in any case, to be compared with ours. Raises ValueError
-    where sampler=published finds none, or none of this network's diffusion.
+    Settings that are set take precedence. Scores in the record are always returned, to be compared with ours. Raises
+    ValueError if sampler=published finds none, or none of this network's diffusion.
     """
     asked, published = cfg.published is not None or cfg.sampler == "published", cfg.published
     why = "its record holds no published scores"
@@ -245,7 +244,7 @@ def as_published(cfg: SamplingSettings, checkpoint: Checkpoint | None = None) ->
             published = None
     if asked and published is None:
         raise ValueError(f"sampler=published cannot sample {cfg.checkpoint or cfg.images}: {why}. Leave it out, or "
-                         f"give num_steps=, sampler.solver= and the like.")
+                         f"set num_steps=, sampler.solver= and so on.")
     if not asked:
         return cfg.model_copy(update={"published": published, "num_steps": cfg.num_steps or 40})
     given = {} if cfg.sampler == "published" else {key: value for key, value in cfg.sampler if value is not None}
@@ -256,7 +255,7 @@ def as_published(cfg: SamplingSettings, checkpoint: Checkpoint | None = None) ->
 
 
 def is_sampled_as(published: Published, cfg: SamplingSettings, trained: Trained) -> bool:
-    """True if a checkpoint's images are sampled as those of the published scores were."""
+    """True if a checkpoint's images are sampled like those of the published scores."""
     ours, theirs = (sampler_settings(trained.diffusion, dict(one.sampler)) for one in (cfg, published))
     guidance = {key: getattr(published, key, unguided) for key, unguided in NO_GUIDANCE}
     return (ours == theirs and all(getattr(cfg, key) == value for key, value in guidance.items())

@@ -37,27 +37,27 @@ from scoring.statistics import (
     save_cached,
 )
 
-NEIGHBOURS = 10_000  # images of a folder that all but distances look at, evenly spread: as many as ADM's npz have
+NEIGHBOURS = 10_000  # images of a folder for all metrics but distances, evenly spread: as many as in ADM's npz
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What images are compared with: statistics of each feature, and images where there are some."""
+    """What images are compared with: statistics of each feature, images, or both."""
 
     statistics: dict[str, tuple[Tensor, Tensor]]
     images: Images | None
     record: dict
     pool: Tensor | None = field(default=None, repr=False)  # features of `images`, for neighbourhoods
-    is_measured: bool = False                              # on ranks other than the main one `pool` may be missing
+    is_measured: bool = False                              # ranks other than the main one may lack `pool`
 
 
 def measure_reference(
     state: PartialState, reference: Reference, extractor: Extractor, metrics: Iterable[str], batch_size: int = 64,
     keep: FeatureCache | None = None,
 ) -> Reference:
-    """Returns the reference with what the metrics need of its images measured, or as it is where they need nothing.
+    """Returns the reference with all that the metrics need of its images measured.
 
-    What was measured is cached, and read by every later command with the same images and features.
+    What was measured is cached, and every later command with the same images and features reads it.
     """
     needs_pool = extractor.sample_metrics & {*metrics}
     if reference.is_measured or (not needs_pool and "pool" in reference.statistics):
@@ -74,25 +74,25 @@ def measure_reference(
             if file and state.is_main_process:
                 save_cached(file, measured)
         except OSError as error:  # a full or read-only home is no reason to lose the scores
-            print(f"The reference's statistics are not kept, as {file} could not be written: {error.strerror}")
-    if measured is None:  # the main rank computes the scores
+            print(f"The reference's statistics are not cached, as {file} could not be written: {error.strerror}")
+    if measured is None:  # another rank, as the main one computes the scores
         return replace(reference, is_measured=True)
     found = {name: (measured[mu].cpu(), measured[sigma].cpu()) for name, (mu, sigma) in FEATURE_KEYS.items()
              if mu in measured}
-    # What the npz holds takes precedence.
+    # Statistics in the npz take precedence.
     return replace(reference, statistics=found | reference.statistics, pool=measured["pool"], is_measured=True)
 
 
 def cached_file(images: Images, extractor: Extractor, device: torch.device) -> Path | None:
-    """Places what is measured of images in torch's cache (TORCH_HOME moves it), by a hash of all it depends on.
+    """Names a file in torch's cache (TORCH_HOME moves it) by a hash of all that the measurement depends on.
 
-    It is None for latents, whose content is not hashed.
+    It is None for latents, as their content is not hashed.
     """
     if "sha256" not in images.record:
         return None
-    of_images, of_extractor = dict(images.record), describe_extractor(extractor)
-    del of_images["path"], of_extractor["weights"]  # content counts, wherever it lies
-    record = {"images": of_images, "count": images.count, "neighbours": images.neighbours, "extractor": of_extractor,
+    source, features = dict(images.record), describe_extractor(extractor)
+    del source["path"], features["weights"]  # the content counts, not its path
+    record = {"images": source, "count": images.count, "neighbours": images.neighbours, "extractor": features,
               "versions": versions(extractor), **describe_device(device),
               "scoring_version": SCORING_VERSION}
     return Path(torch.hub.get_dir()).parent / "tread_references" / f"{files.record_sha256(record)}.safetensors"
@@ -123,8 +123,9 @@ def open_reference(
     if not {"mu", "sigma"} <= keys and "arr_0" not in keys:
         raise ValueError(f"{key}={path} holds the keys {', '.join(sorted(keys)) or 'none'}; mu and sigma are "
                          f"needed (and mu_s, sigma_s for sFID), or images under arr_0.")
-    space, (of, _, digest) = str(found.get("space", "")), str(found.get("weights_sha256", "")).partition(":")
-    if (space or extractor.space) != extractor.space or (of == extractor.name and digest != str(extractor.sha256)):
+    space, (measured_by, _, digest) = str(found.get("space", "")), str(found.get("weights_sha256", "")).partition(":")
+    if (space or extractor.space) != extractor.space or (
+            measured_by == extractor.name and digest != str(extractor.sha256)):
         raise ValueError(f"{key}={path} was measured on {space} features by weights of SHA-256 {digest or 'unknown'}, "
                          f"but features={extractor.name} are {extractor.space} by weights of {extractor.sha256}: make "
                          f"the reference again with the same features.")
@@ -179,7 +180,7 @@ def write_reference(path: Path, stats: FeatureStats, extractor: Extractor, image
 def open_references(
     state: PartialState, key: str, paths: list[str], extractors: list[Extractor], resolution: int | None,
 ) -> Iterator[Reference]:
-    """Opens a reference for each extractor; one that several share, and that is no npz, is looked at once."""
+    """Opens a reference for each extractor; one that several share is opened once, unless it is an npz."""
     opened: dict[str, Reference] = {}
     for path, extractor in zip(paths, extractors, strict=True):
         if path not in opened or Path(path).suffix == ".npz":
@@ -190,10 +191,10 @@ def open_references(
 def available_metrics(
     extractor: Extractor, reference: Reference, asked: Iterable[str] | None = None, count: int | None = None,
 ) -> list[str]:
-    """Lists the metrics that features and reference allow, or those asked for; raises ValueError for any other.
+    """Lists the `asked` metrics, or those that features and reference allow; raises ValueError for any other.
 
-    Asked for none, it leaves out KID and MIND, which cost time; asked for "all", it does not. `count` is the number of
-    images to be scored, where it is known.
+    With asked=None it leaves out KID and MIND, which cost time; with "all" it does not. `count` is the number of images
+    to score, if it is known.
     """
     why = {extractor.distance: None}  # a metric -> why it cannot be measured
     if "spatial" in extractor.sizes:
@@ -214,7 +215,7 @@ def available_metrics(
         left_out = () if asked else (extractor.kid_name, extractor.mind_name)
         return [name for name, reason in why.items() if reason is None and name not in left_out]
     for name in asked:
-        if reason := why.get(name, f"features={extractor.name} give {', '.join(why)}"):
+        if reason := why.get(name, f"features={extractor.name} has {', '.join(why)}"):
             raise ValueError(f"metrics={list(asked)}: {name} cannot be measured, as {reason}.")
     return list(asked)
 
@@ -224,23 +225,23 @@ def available_metrics(
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Features, what images are compared with on them, and what is measured."""
+    """Features, the reference that images are compared with, and the metrics."""
 
     extractor: Extractor
     reference: Reference
-    metrics: list[str]                      # of `available_metrics`
+    metrics: list[str]                      # from `available_metrics`
     floor: Reference | None = None          # a second real set: adds its distance, and FDr
 
     @property
     def names(self) -> list[str]:
-        """Names the scores that come out."""
+        """Names the scores that it computes."""
         return [*self.metrics, *(("floor", "fdr") if self.floor else ())]
 
 
 def measure_references(
     state: PartialState, evaluator: Evaluator, batch_size: int = 64, keep: FeatureCache | None = None,
 ) -> Evaluator:
-    """Returns the evaluator with its reference and floor measured; again costs nothing."""
+    """Returns the evaluator with its reference and floor measured; a second call costs nothing."""
     extractor, floor = evaluator.extractor, evaluator.floor
     reference = measure_reference(state, evaluator.reference, extractor, evaluator.metrics, batch_size, keep)
     if floor is not None:
@@ -250,12 +251,12 @@ def measure_references(
 
 def score_on(
     state: PartialState, evaluators: list[Evaluator], batches: Indexed, count: int, progress: str | None = None,
-    caches: list[FeatureCache | None] | None = None,     # of the images' features, one an evaluator
+    caches: list[FeatureCache | None] | None = None,     # of the images' features, one per evaluator
 ) -> list[dict[str, float]]:
     """Scores `count` images by each evaluator in one pass; every rank brings its share and gets the same scores.
 
     `batches` yields indices (B,), each of 0 … count-1 once over all ranks (-1 for a copy that is dropped), and images
-    (B, H, W, 3) uint8, without those whose features every cache has. References have been measured.
+    (B, H, W, 3) uint8. It may leave out images whose features every cache has. References must be measured.
     """
     parts = []
     for evaluator, keep in zip(evaluators, caches or [None] * len(evaluators), strict=True):
@@ -285,7 +286,7 @@ def score(stats: FeatureStats, evaluator: Evaluator) -> dict[str, float]:
             print(f"The images seem sorted by class, which lowers the Inception Score, the mean over splits of "
                   f"{SPLIT:,} images: shuffle the array, or score a folder.")
     if stats.pool is not None:
-        device = stats.moments["pool"].sum.device  # which has float64
+        device = stats.moments["pool"].sum.device  # a device that has float64
         if {"precision", "recall"} & {*metrics}:
             both = precision_recall(reference.pool.to(device), stats.pool.to(device), extractor.neighbours)
             scores |= dict(zip(("precision", "recall"), both, strict=True))

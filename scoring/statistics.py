@@ -1,4 +1,4 @@
-"""Features of one set of images -> what its scores need, over ranks; kept in files if asked for."""
+"""Features of one set of images -> the statistics for its scores, over ranks; optionally cached in files."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -20,11 +20,11 @@ from scoring.features import Extractor, extract
 from scoring.image_sets import Images, Indexed, evenly, read_share
 from scoring.metrics import BLOCK, Moments, ScoreSums
 
-SCORING_VERSION = 3  # raised by whoever changes a score of the same images: tests/test_versions.py
+SCORING_VERSION = 3  # a change that alters scores of the same images increments it: tests/test_versions.py
 FEATURE_KEYS = {"pool": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}  # in a reference npz
 
 
-# ---- features that are kept -----------------------------------------------------------------------------------------
+# ---- cached features ------------------------------------------------------------------------------------------------
 
 
 def load_cached(file: Path) -> dict[str, Tensor] | None:
@@ -44,10 +44,10 @@ def save_cached(file: Path, tensors: dict[str, Tensor]) -> None:
 
 
 class FeatureCache:
-    """Features of `count` images in a folder that is named by the hash of all that they depend on.
+    """Features of `total` images, in a folder named by the hash of all that they depend on.
 
-    Another checkpoint, setting, extractor, library or version of what samples and scores is another folder. A file
-    holds one batch. All ranks make one of these together, and read and write the folder.
+    A different checkpoint, setting, extractor, library, or version of sampling or scoring has a different folder. A
+    file holds one batch. All ranks make the cache together, and read and write the folder.
     """
 
     def __init__(
@@ -59,18 +59,18 @@ class FeatureCache:
         if state.is_main_process:
             files.write_text(self.folder / "record.json", json.dumps(record, indent=1))
         state.wait_for_everyone()
-        self.files, self.seen, self.sizes = [], set(), sizes or {}  # lengths of the features; {}: any
+        self.files, self.seen, self.sizes = [], set(), sizes or {}  # of the features; {}: any
         for file in sorted(self.folder.glob("*.safetensors")):
             found = load_cached(file)
             indices = set(found["indices"].tolist()) if found and self.fits(found) else set()
-            if indices and not indices & self.seen:  # two evaluations at once may both have measured some
+            if indices and not indices & self.seen:  # two evaluations at once may have measured the same images
                 self.seen |= indices
                 self.files.append(file)
         self.count = len(self.seen)
         state.wait_for_everyone()  # before any rank adds to the folder
 
     def fits(self, found: dict[str, Tensor]) -> bool:
-        """True if a file holds images of the set, once each, and finite rows of `sizes` for each of them."""
+        """True if a file holds images of the set, once each, with finite features of the right sizes."""
         indices, features = found.get("indices"), {key: value for key, value in found.items() if key != "indices"}
         return bool(indices is not None and indices.ndim == 1 and not indices.is_floating_point()
                     and len(indices.unique()) == len(indices) > 0 and 0 <= indices.min() <= indices.max() < self.total
@@ -98,11 +98,11 @@ class FeatureStats:
     """Statistics of one set of images: moments, score sums and, for neighbourhoods, the features themselves."""
 
     def __init__(self, extractor: Extractor, count: int, device: torch.device | str, keep_pool: int = 0):
-        device = "cpu" if torch.device(device).type == "mps" else device  # which has no float64
+        device = "cpu" if torch.device(device).type == "mps" else device  # MPS has no float64
         self.count = count
         self.moments = {name: Moments(size, device) for name, size in extractor.sizes.items() if name in FEATURE_KEYS}
         self.scores = ScoreSums(count, extractor.sizes["probs"], device) if "probs" in extractor.sizes else None
-        # Features of `keep_pool` images, evenly spread, in the indices' order; of each image its row there, or -1.
+        # Features of `keep_pool` images, evenly spread, in the indices' order; `row` is each image's row there, or -1.
         self.pool = torch.zeros(keep_pool, extractor.sizes["pool"]) if keep_pool else None
         self.row = torch.full((count,), -1)
         self.row[evenly(count, keep_pool)] = torch.arange(keep_pool)
@@ -121,9 +121,9 @@ class FeatureStats:
         for part in (*self.moments.values(), *([self.scores] if self.scores else [])):
             part.merge(partial(reduce, reduction="sum"))
         measured = int(self.moments["pool"].count)
-        assert measured == self.count, f"{self.count} images were asked for and {measured} came"
+        assert measured == self.count, f"{measured} of {self.count} images were measured"
         if self.pool is not None and state.num_processes > 1:
-            for rows in self.pool.split(BLOCK):  # a row is one rank's, and zeros on the others
+            for rows in self.pool.split(BLOCK):  # one rank has the row, and the others zeros
                 rows[:] = reduce(rows.to(state.device), reduction="sum").cpu()
 
 
@@ -141,7 +141,7 @@ def fill(
         for stats, _, keep in parts:
             for indices, features in keep.load() if keep is not None else ():
                 stats.add(indices, features)
-        bar.initial = min(keep.count if keep is not None else 0 for *_, keep in parts)  # the rate is of the new ones
+        bar.initial = min(keep.count if keep is not None else 0 for *_, keep in parts)  # the speed is of new images
         bar.update(bar.initial)
         for indices, images in batches:
             for stats, extractor, keep in parts:
@@ -160,7 +160,7 @@ def measure(
     state: PartialState, images: Images, extractor: Extractor, batch_size: int, keep: FeatureCache | None = None,
     keep_pool: int = 0, chosen: np.ndarray | None = None,
 ) -> FeatureStats:
-    """Measures a reference's images, or those `chosen` of them, over all ranks."""
+    """Measures a reference's images, or only the `chosen` ones, over all ranks."""
     chosen = np.arange(images.count) if chosen is None else chosen
     stats = FeatureStats(extractor, len(chosen), state.device, keep_pool)
     todo = np.arange(len(chosen)) if keep is None else keep.missing()

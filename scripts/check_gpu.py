@@ -47,7 +47,7 @@ from scripts import benchmark, plan
 from train import train_step, update_ema
 from training import speed
 from training.cuda_graphs import record_passes
-from training.memory import fitting
+from training.memory import images_that_fit
 from training.optimizers import build_optimizer
 from training.run import Sums
 from weights.records import build_network
@@ -509,7 +509,7 @@ def check_speed(machine: Machine, backbone: str) -> str:
         settings += ["compile=true"]
         memory = torch.cuda.get_device_properties(machine.device).total_memory
         fixed = sum(held for held, _ in predicted)  # both networks are there at once
-        batch = fitting(fixed, predicted[0][1], memory, plan.BATCH)
+        batch = images_that_fit(fixed, predicted[0][1], memory, plan.BATCH)
         require(batch > 0, f"weights and optimizers, dense and routed, are {fixed / 1e9:.0f} GB")
     while True:
         try:

@@ -134,7 +134,7 @@ def build(backbone: str, tokens: int, routed: bool) -> DiT:
 @cache
 def held(backbone: str, tokens: int, routed: bool) -> tuple[int, int]:
     """Counts the bytes that a GPU holds in training without images, and those that each image of a pass adds."""
-    return training_memory.held(partial(build, backbone, tokens, routed))
+    return training_memory.bytes_in_training(partial(build, backbone, tokens, routed))
 
 
 def activations() -> str:
@@ -145,7 +145,7 @@ def activations() -> str:
         pair = [held(backbone, tokens, routed) for routed in (False, True)]
         images = [f"{an_image / 1e6:,.0f}" for _, an_image in pair]
         full = [[f"{(fixed + batch * an_image) / 1e9:,.0f}" for fixed, an_image in pair] for batch in IMAGES_A_GPU]
-        parts = [[f"{BATCH // max(1, training_memory.fitting(*each, memory * 1e9, BATCH))}" for each in pair]
+        parts = [[f"{BATCH // max(1, training_memory.images_that_fit(*each, memory * 1e9, BATCH))}" for each in pair]
                  for memory in MEMORIES]  # each network is small enough that one image fits
         rows.append([backbone.removeprefix("DiT-"), f"{tokens:,}", f"{pair[0][0] / 1e9:.1f}",
                      *map(", ".join, [images, *full, *parts])])

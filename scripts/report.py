@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from runtime import files
 from runtime.command import command, commit
 from runtime.schema import Location, Positive, Settings, as_recorded, as_text, read_record
-from runtime.typed import read_yaml_of_others
+from runtime.typed import read_foreign_yaml
 from scoring.results import guided, read_results
 from scripts.comparison import RecordedStudy
 from weights import checkpoint as checkpoints
@@ -155,7 +155,7 @@ def read_run(folder: Path, name: str) -> SimpleNamespace:
         source=bk.ColumnDataSource(columns), grids=grids,
         scores=read_scores(results, name, columns),
         pictures=sorted({*own(*folder.glob("*.png"), *folder.glob("samples/*.png"))} - {*grids.values()}),
-        config=flat(read_yaml_of_others(config) if config.is_file() else meta.get("config", {})),
+        config=flat(read_foreign_yaml(config) if config.is_file() else meta.get("config", {})),
         environment={key: machine[key] for key in ENVIRONMENT if key in machine}, record=flat(record))
 
 

@@ -330,7 +330,7 @@ def test_a_reference_without_images_has_no_precision(tmp_path):
     reference = open_reference(one_rank(), tmp_path / "ref.npz", adm)
     assert available_metrics(adm, reference) == ["fid", "inception_score"]
     for name, why in (("precision", "no images under arr_0"), ("sfid", "no mu_s and sigma_s"),
-                      ("vgg", "features=adm give fid, "), ("kid", "no images under arr_0")):
+                      ("vgg", "features=adm has fid, "), ("kid", "no images under arr_0")):
         with pytest.raises(ValueError, match=why):
             available_metrics(adm, reference, [name])
 
@@ -649,7 +649,7 @@ def test_classes_without_images_are_sampled_only_if_they_are_named(tmp_path, run
     default, named, absent, every, old = rows
     assert default["metrics"] == named["metrics"] != absent["metrics"]
     assert every["metrics"] == old["metrics"] != default["metrics"]
-    assert capsys.readouterr().out.count("1 of 3 classes have no training images (1), which are sampled if named.") == 4
+    assert capsys.readouterr().out.count("1 of 3 classes have no training images (1). They are only sampled") == 4
 
 
 def test_mixed_sizes_are_scored_where_a_resolution_is_given(tmp_path, reference_npz):
@@ -690,7 +690,7 @@ def test_what_another_process_scores_meanwhile_has_one_row_and_scoring_again_has
     command(tmp_path, **options)
     command(tmp_path, **options, tag="mine")
     assert [row.get("tag") for row in rows_of(tmp_path)] == [None, "mine"]
-    assert capsys.readouterr().out.count("there is no second row") == 2
+    assert capsys.readouterr().out.count("they are not added again") == 2
     assert {file.name for file in tmp_path.glob(".*")} == {".theirs.jsonl.lock", ".results.jsonl.lock"}
 
 

@@ -31,7 +31,7 @@ from latents.folder import map_npy, open_latents
 from latents.images import open_source
 from latents.labels import check_names, read_table
 from runtime import files
-from runtime.typed import compose, read_yaml_of_others
+from runtime.typed import compose, read_foreign_yaml
 from sampling.pictures import draw_grid
 from scoring.features import load_extractor
 from scoring.image_sets import open_images
@@ -450,7 +450,7 @@ LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] *
 @pytest.mark.parametrize("content", [LAUGHS, "a: &a [*a]", "[" * 1500, "a: " * 2**20, "a: \xff\xfe"])
 def test_yaml_of_others_does_not_multiply(tmp_path, content):
     (tmp_path / "config.yaml").write_text(content, encoding="latin-1")
-    assert len(in_a_line(read_yaml_of_others, tmp_path / "config.yaml")) < 1000
+    assert len(in_a_line(read_foreign_yaml, tmp_path / "config.yaml")) < 1000
 
 
 @pytest.mark.parametrize("name", ["a\nb", "a\0b", "a\u2028b", "\r"])

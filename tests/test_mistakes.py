@@ -91,9 +91,9 @@ TYPED = {
         ("objective=internal", "objective.internal.block=6", "block=6"),
         ("objective=internal", "init_from=run", "another network"), ("objective=[version1,internal]", "version1"),
         ("new_label_table=true", "init_from"), ("init_from=run", "lora.rank=2", "new_label_table=true", "lora.rank"),
-        ("init_from=run", "data.num_classes=7", "new_label_table=true makes"),
+        ("init_from=run", "data.num_classes=7", "new_label_table=true initialises"),
         # jobs of a sweep, and Hydra's own settings
-        ("-m", "seed=0,1", "would write to run_dir=new: give each its own, with what differs in ${}, such as run_dir="),
+        ("-m", "seed=0,1", "would write to run_dir=new: give each its own by a setting that differs, such as run_dir="),
         ("-m", "seed=0,0,0", "3 jobs of --multirun would write to run_dir=new"),
         ("-m", "seed=0,1", "run_dir=x", "run_dir='x-${seed}'"),
         ("hydra/launcher=submitit_slurm", "hydra/launcher=submitit_slurm would change nothing"),

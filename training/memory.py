@@ -1,4 +1,4 @@
-"""What a GPU holds in training, counted from shapes: weights, gradients, optimizer, average and activations."""
+"""Estimates GPU memory in training from shapes: weights, gradients, optimizer, average and activations."""
 
 import math
 import os
@@ -20,7 +20,7 @@ FILLED = 0.9  # share of a GPU's memory that a pass may fill
 
 
 def activation_bytes(net: DiT, batch: int) -> int:
-    """Counts what a forward pass in bf16, without compilation, keeps for the backward pass; weights in bf16, too."""
+    """Counts the bytes that an uncompiled bf16 forward pass keeps for the backward pass, its bf16 weights included."""
     kept = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -36,17 +36,17 @@ def activation_bytes(net: DiT, batch: int) -> int:
     return sum(storage.nbytes() for name, storage in kept.items() if name not in own)
 
 
-def held(build: Callable[[], DiT]) -> tuple[int, int]:
-    """Counts the bytes that a GPU holds in training without images, and those that each image of a pass adds."""
+def bytes_in_training(build: Callable[[], DiT]) -> tuple[int, int]:
+    """Counts the bytes that training holds on a GPU without images, and those that each image of a pass adds."""
     with FakeTensorMode():  # shapes alone, nothing is computed
         net = build()
         one, two = (activation_bytes(net, batch) for batch in (1, 2))
     return sharding.bytes_a_rank(net, 1) + 2 * one - two, two - one
 
 
-def fitting(fixed: int, an_image: int, memory: float, most: int) -> int:
-    """Returns the largest power of two of images, or `most`, whose pass fits FILLED of `memory`; 0 where none does."""
-    room = (FILLED * memory - fixed) / an_image
+def images_that_fit(fixed: int, per_image: int, memory: float, most: int) -> int:
+    """Returns how many images fit FILLED of `memory` in one pass, as a power of two or `most`; 0 if none does."""
+    room = (FILLED * memory - fixed) / per_image
     return min(most, 2 ** math.floor(math.log2(room))) if room >= 1 else 0
 
 
@@ -57,15 +57,15 @@ def gpu_bytes() -> int | None:
 
 
 def what_fits(settings: dict) -> str:
-    """Says, of a run that has filled a GPU, with which grad_accum_steps it should fit; "" where that is not known."""
+    """Suggests the grad_accum_steps with which a run that filled a GPU should fit; "" if that is unknown."""
     cfg, memory = read(TrainSettings, settings), gpu_bytes()
     if cfg.cpu or memory is None or cfg.sharding != "none" or cfg.lora.rank is not None or cfg.batch_size is None:
         return ""
     latents = open_latents(cfg.data.path)
     network = describe_network(cfg.model, latent_shape(cfg, latents), cfg.data.num_classes or latents.num_classes)
-    of_a_rank = cfg.batch_size // int(os.environ.get("WORLD_SIZE", 1))
-    images = fitting(*held(lambda: build_network(network)), memory, of_a_rank)
+    per_rank = cfg.batch_size // int(os.environ.get("WORLD_SIZE", 1))
+    images = images_that_fit(*bytes_in_training(lambda: build_network(network)), memory, per_rank)
     if not images:
         return f"Not one image fits {memory / 1e9:.0f} GB: set activation_checkpointing=true or sharding=fsdp. "
-    parts = max(2 * cfg.grad_accum_steps, 2 ** math.ceil(math.log2(of_a_rank / images)))
+    parts = max(2 * cfg.grad_accum_steps, 2 ** math.ceil(math.log2(per_rank / images)))
     return f"grad_accum_steps={parts} should fit {memory / 1e9:.0f} GB. "

@@ -1,4 +1,4 @@
-"""Optimizers by name, a step that is skipped without waiting for the device, and their state as named tensors."""
+"""Optimizers by name, steps that can be skipped without waiting for the device, and state as named tensors."""
 
 from collections.abc import Mapping
 
@@ -19,7 +19,7 @@ class ShardedAdamW(torch.optim.AdamW):
     def step(self, closure: object = None) -> None:
         for group in self.param_groups:
             weights = [p for p in group["params"] if p.grad is not None]
-            if not all(p in self.state for p in weights):  # which torch then begins
+            if not all(p in self.state for p in weights):  # torch initialises their state
                 return super().step(closure)
             state = {name: [self.state[p][name] for p in weights] for name in ("exp_avg", "exp_avg_sq", "step")}
             lists = weights, [p.grad for p in weights], state["exp_avg"], state["exp_avg_sq"], [], state["step"]
@@ -62,14 +62,14 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: object = None) -> None:
-        """Takes a step, or none where the tensor `found_inf` is true; like fused ones, it waits for no device."""
+        """Takes a step unless the tensor `found_inf` is true; like fused optimizers, it never waits for the device."""
         for part, group in zip(self.parts, self.param_groups, strict=True):
-            part.param_groups, part.state = [group], self.state  # which loading replaces
+            part.param_groups, part.state = [group], self.state  # loading a checkpoint replaces both
         rest, muon = self.parts
         rest.grad_scale, rest.found_inf = None, getattr(self, "found_inf", None)
         rest.step()
         [matrices] = muon.param_groups
-        for p in matrices["params"]:  # one by one, as a step is undone by copies
+        for p in matrices["params"]:  # one by one, so that the copies to undo a step stay small
             if p.grad is not None:
                 muon.param_groups = [{**matrices, "params": [p]}]
                 momentum = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p.grad))
@@ -90,7 +90,7 @@ def build_optimizer(trained: Mapping[str, nn.Parameter], name: str, **settings: 
 
 @torch.no_grad()
 def step_unless(skipped: Tensor, optimizer: torch.optim.Optimizer, scaled: bool = False) -> None:
-    """Takes a step, or none where the tensor `skipped` is true, without waiting for the device.
+    """Takes a step unless the tensor `skipped` is true, without waiting for the device.
 
     Fused optimizers and Muon read the flag on the device. `scaled` means that a GradScaler sets it.
     """
@@ -106,7 +106,7 @@ def step_unless(skipped: Tensor, optimizer: torch.optim.Optimizer, scaled: bool 
 
 def optimizer_tensors(trained: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Flattens an optimizer's state to `<parameter>.<state>` tensors."""
-    # By `get`: `state[p]` would make an entry, and the optimizer would take it for a state that has begun.
+    # `state[p]` would add an entry, which the optimizer would take for an initialised state.
     return {f"{name}.{key}": value for name, p in trained.items() for key, value in optimizer.state.get(p, {}).items()}
 
 

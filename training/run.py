@@ -1,4 +1,4 @@
-"""A training run: its parts, made from the settings, at step 0.
+"""Builds a training run at step 0 from its settings.
 
 train.py takes its steps, and run_folder.py saves and resumes it. Mistakes in the settings are found here, before
 anything slow starts.
@@ -50,8 +50,8 @@ class Sums:
         self.values = torch.zeros(len(self.names), dtype=torch.float64, device=device)
 
     def add(self, loss: Tensor, grad_norm: Tensor, skipped: Tensor, terms: Tensor) -> None:
-        taken = torch.cat([torch.stack([loss, grad_norm, torch.ones_like(loss)]), terms])
-        self.values[:-2] += torch.where(skipped, 0, taken)
+        values = torch.cat([torch.stack([loss, grad_norm, torch.ones_like(loss)]), terms])
+        self.values[:-2] += torch.where(skipped, 0, values)
         self.values[-2] += skipped
         self.values[-1].add_(1).mul_(skipped)
 
@@ -60,25 +60,25 @@ class Sums:
         return dict(zip(self.names, accelerator.reduce(self.values.clone(), "mean").tolist(), strict=True))
 
     def reset(self) -> None:
-        """Begins the next report's sums; skipped steps are counted over the run."""
+        """Clears the sums for the next report, but not the counts of skipped steps."""
         self.values[:-2].zero_()
 
 
 @dataclass
 class Run:
-    """A training run: its parts, and where it stands."""
+    """A training run: its parts and its progress."""
 
     cfg: TrainSettings
     accelerator: Accelerator
     folder: Path
     latents: Latents
     decode: Callable[[Tensor], Tensor] | None   # latents (B, C, h, w) -> images; None: nothing is sampled
-    grid: tuple[list[int], list[int]] | None    # seeds and labels of a grid of samples, if there are to be grids
-    evaluator: Evaluator | None             # what averages are scored with, if they are to be
-    record: dict                            # of network, diffusion, data and more, for checkpoints
+    grid: tuple[list[int], list[int]] | None    # seeds and labels of the sample grids; None: no grids
+    evaluator: Evaluator | None             # scores the averages; None: nothing is scored
+    record: dict                            # network, diffusion, data and more, for checkpoints
     model: DiT                              # the plain network, which is saved
-    averages: dict[str, DiT]                # of its weights, by name; the first is ema
-    objective: Objective | DiffusionLoss    # what is minimised; has the network as a part
+    averages: dict[str, DiT]                # averages of its weights, by name; the first is ema
+    objective: Objective | DiffusionLoss    # what is minimised; contains the network
     optimizer: torch.optim.Optimizer
     sums: Sums
     step: int = 0
@@ -87,10 +87,10 @@ class Run:
     elapsed_before: float = 0.0             # seconds of training until this process resumed it
     started: float = 0.0                    # this process's clock at its first step
     run_id: str = ""
-    lowest_loss: float = math.inf           # of all reports
-    paused: float = 0.0                     # seconds since the last report in which it saved, sampled or scored
-    reported_loss: float = 0.0              # of the last report
-    lock: object = None                     # on the folder, until the process ends; on the main rank
+    lowest_loss: float = math.inf           # the lowest in any report
+    paused: float = 0.0                     # seconds of saving, sampling and scoring since the last report
+    reported_loss: float = 0.0              # the loss in the last report
+    lock: object = None                     # the main rank's lock on the folder, held until the process ends
 
     @property
     def elapsed(self) -> float:
@@ -98,7 +98,7 @@ class Run:
 
     @property
     def progress(self) -> dict:
-        """Where it stands, as meta.json has it."""
+        """The progress that meta.json records."""
         return {"step": self.step, "images": self.images, "elapsed_s": self.elapsed, "run_id": self.run_id,
                 "lowest_loss": self.lowest_loss if math.isfinite(self.lowest_loss) else None}
 
@@ -116,7 +116,7 @@ class Run:
 
     @property
     def sampling_precision(self) -> str:
-        return "bf16" if self.cfg.precision == "fp8" else self.cfg.precision  # the average is a plain network
+        return "bf16" if self.cfg.precision == "fp8" else self.cfg.precision  # averages have no float8 layers
 
     @property
     def summary(self) -> str:
@@ -133,10 +133,10 @@ class Run:
         return self.folder / "samples" / f"step-{self.step:08d}.png"
 
     def is_diverging(self, total: dict[str, float]) -> bool:
-        """True if, by the sums, steps are being skipped or the loss is far above its lowest.
+        """True if the sums show skipped steps, or a loss far above the lowest.
 
-        Far is ten times the lowest. A term may bring the loss near 0 or below it; then 0.9 above it is far, as the
-        diffusion's loss begins near 1.
+        Far means ten times the lowest. Where a term brings the loss near 0 or below, it means 0.9 above the lowest, as
+        the diffusion's loss starts near 1.
         """
         loss = total["loss"] / total["steps"] if total["steps"] else self.reported_loss
         return total["skipped_in_row"] > 0 or not loss <= self.lowest_loss + 9 * max(abs(self.lowest_loss), 0.1)
@@ -150,15 +150,15 @@ def open_data(cfg: TrainSettings, accelerator: Accelerator) -> Latents:
     if cfg.data.path is None:
         raise ValueError("Give the latents to train on: data.path=<folder>, as scripts/prepare_latents.py wrote it.")
     refuse_foreign(cfg.data.path)
-    with accelerator.local_main_process_first():  # which indexes tars for the others
+    with accelerator.local_main_process_first():  # the first one indexes tars for the others
         latents = open_latents(cfg.data.path, kind=cfg.data.kind, scale=cfg.data.scale,
                                num_classes=cfg.data.num_classes)
     name = cfg.data.autoencoder
     own = autoencoders.own_convention(name) if name and latents.applied and cfg.data.scale is None else None
     if own not in (None, latents.convention):
-        raise ValueError(f"data.path={cfg.data.path} are tars, read as sd_vae_ema's, which is scaled otherwise than "
-                         f"data.autoencoder={name}: run scripts/import_latents.py with autoencoder={name}, and train "
-                         f"on what it wrote.")
+        raise ValueError(f"data.path={cfg.data.path} holds tars, which are read as sd_vae_ema's latents. They are "
+                         f"scaled differently from data.autoencoder={name}'s: run scripts/import_latents.py with "
+                         f"autoencoder={name}, and train on what it wrote.")
     num_classes = cfg.data.num_classes or latents.num_classes
     latents.require(shape=latent_shape(cfg, latents), num_classes=num_classes)
     if empty := empty_classes(latents.classes, num_classes):
@@ -167,7 +167,7 @@ def open_data(cfg: TrainSettings, accelerator: Accelerator) -> Latents:
 
 
 def choose_sizes(cfg: TrainSettings, accelerator: Accelerator, count: int) -> TrainSettings:
-    """Chooses batch size and steps, where they are null, by the number of latents, and prints them."""
+    """Chooses a batch size or number of steps that is null by the number of latents, and prints both."""
     parts = accelerator.num_processes * cfg.grad_accum_steps
     batch_size, steps = cfg.batch_size, cfg.steps
     if batch_size is None:
@@ -181,7 +181,7 @@ def choose_sizes(cfg: TrainSettings, accelerator: Accelerator, count: int) -> Tr
 
 
 def check_warmup(cfg: TrainSettings, accelerator: Accelerator, cli_overrides: Mapping[str, str]) -> None:
-    """Raises ValueError for a typed warmup that is longer than the run; prints a line about a preset's."""
+    """Raises ValueError for a typed warmup that is longer than the run; only prints a line if a preset set it."""
     warmup, steps = cfg.optimizer.warmup_steps, cfg.steps
     if warmup > steps:
         reached = f"at steps={steps} the learning rate ends at {steps / warmup:.0%} of optimizer.lr"
@@ -207,11 +207,11 @@ def describe_network(model: ModelSettings, shape: tuple[int, int, int], num_clas
 
 
 def describe_schedule(cfg: TrainSettings) -> dict:
-    """Returns what changes the routes in a run, shares of its steps as steps; {} where nothing does."""
+    """Returns the route schedule, with shares of the run as steps; {} if the routes never change."""
     def step_of(when: float) -> int:
         if when >= cfg.steps:
-            raise ValueError(f"route_schedule changes the routes at step {when}, and steps={cfg.steps} ends before it: "
-                             f"give an earlier step, a share of the steps as 0.85, or more steps.")
+            raise ValueError(f"route_schedule changes routes at step {when}, but the run ends at steps={cfg.steps}: "
+                             f"give an earlier step, a share of the run such as 0.85, or more steps.")
         return max(1, int(when * cfg.steps)) if when < 1 else when
 
     given = cfg.route_schedule.model_dump(exclude_defaults=True) if cfg.model.routes else {}
@@ -252,9 +252,9 @@ def describe_run(cfg: TrainSettings, latents: Latents, world: int, device: torch
 def open_sampling_and_scoring(
     cfg: TrainSettings, accelerator: Accelerator, latents: Latents, autoencoder: str,
 ) -> tuple[Callable | None, tuple[list[int], list[int]] | None, Evaluator | None]:
-    """Loads what grids and scores need: `decode`, `grid` and `evaluator` of a run, None for what is not asked for.
+    """Loads what grids and scores need: a run's `decode`, `grid` and `evaluator`, each None if nothing needs it.
 
-    Prints a line where only their owner can decode the latents.
+    Prints a line if these latents cannot be decoded here.
     """
     if not cfg.evaluate.every and (not cfg.samples.every or autoencoder == autoencoders.NONE):
         if autoencoder == autoencoders.NONE:
@@ -277,11 +277,11 @@ def open_sampling_and_scoring(
     if cfg.evaluate.every:
         if cfg.evaluate.reference is None:
             raise ValueError(f"evaluate.every={cfg.evaluate.every} needs evaluate.reference=<an npz, or images>; "
-                             f"docs/evaluation.md says where to get or how to make one.")
-        with accelerator.local_main_process_first():  # which downloads weights for the others
+                             f"docs/evaluation.md explains how to get or make one.")
+        with accelerator.local_main_process_first():  # the first one downloads weights for the others
             extractor = load_extractor(cfg.evaluate.features, cfg.evaluate.features_weights,
                                        cfg.evaluate.sha256, accelerator.device)
-        side = latents.shape[1] * decoder.downsample  # to which photographs are scaled
+        side = latents.shape[1] * decoder.downsample  # the size of decoded images, to which photographs are scaled
         reference = open_reference(accelerator, cfg.evaluate.reference, extractor, side)
         metrics = available_metrics(extractor, reference, cfg.evaluate.metrics, cfg.evaluate.num_samples)
         if few := unscored_classes(cfg.evaluate.num_samples, latents.classes):
@@ -291,21 +291,21 @@ def open_sampling_and_scoring(
 
 
 def initial_network(cfg: TrainSettings, record: dict, device: torch.device) -> DiT:
-    """Builds the network of the seed and moves it, or this rank's part of it, to the device."""
+    """Builds the network, initialised by the seed, and moves it or this rank's shard of it to the device."""
     torch.manual_seed(cfg.seed)
     net = build_network(record["network"])
     return sharding.shard(net, device, DTYPES[cfg.precision]) if cfg.sharding == "fsdp" else net.to(device)
 
 
 def check_kept(latents: Latents, model: DiT, schedule: RouteSchedule) -> None:
-    """Raises ValueError where keep_masked=true cannot keep what it should; reads all masks."""
+    """Reads all masks; raises ValueError if there are none, or one keeps more tokens than a route does."""
     if "weight" not in latents.arrays:
         raise ValueError(f"keep_masked=true needs masks, but {latents.where} has no masks-*.npy (docs/data.md): write "
                          f"them, or set keep_masked=false.")
     num_tokens = model.pos_embed.shape[1]
     most, image = latents.most_kept(model.patch_size)
     for route in chain(*schedule.every):
-        # At a path drop all tokens of some samples are routed.
+        # A path drop routes all tokens of some samples.
         room = 0 if route.path_drop else num_tokens - int(num_tokens * route.selection_ratio)
         if most > room:
             raise ValueError(f"keep_masked=true: the mask of image {image} keeps {most} of {num_tokens} tokens, but "
@@ -314,7 +314,7 @@ def check_kept(latents: Latents, model: DiT, schedule: RouteSchedule) -> None:
 
 
 def make_run(cfg: TrainSettings, accelerator: Accelerator, cli_overrides: Mapping[str, str]) -> Run:
-    """Builds a run at step 0; raises ValueError, with the setting to change, for whatever cannot work."""
+    """Builds a run at step 0; raises ValueError, with the setting to change, for settings that cannot work."""
     if cfg.sharding == "fsdp" and not torch.distributed.is_initialized():
         raise ValueError("sharding=fsdp splits a network over ranks, but this is a single process: start it with "
                          "accelerate launch or torchrun, or set sharding=none.")
@@ -334,7 +334,7 @@ def make_run(cfg: TrainSettings, accelerator: Accelerator, cli_overrides: Mappin
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         accelerator.print(f"LoRA of rank {cfg.lora.rank} on {layers} layers: {trained / 1e6:.3g}M parameters are "
                           f"trained.")
-    # FSDP cannot copy. Not frozen: autocast keeps its casts of trainable weights only.
+    # A sharded network cannot be copied. Averages are not frozen, as autocast caches casts of trainable weights only.
     averages = {}
     for name in kinds(cfg.ema.decay, cfg.ema.std):
         net = initial_network(cfg, record, accelerator.device) if cfg.sharding == "fsdp" else copy.deepcopy(model)
@@ -352,7 +352,7 @@ def make_run(cfg: TrainSettings, accelerator: Accelerator, cli_overrides: Mappin
         sharding.shard_rest(objective, model, accelerator.device)
     optimizer = build_optimizer(trained_parameters(objective), **cfg.optimizer.model_dump(
         exclude={"warmup_steps", "schedule", "clip_norm"}))
-    # Which may take minutes.
+    # This comes last, as it may take minutes.
     sampling = open_sampling_and_scoring(cfg, accelerator, latents, record["data"]["autoencoder"])
     return Run(cfg, accelerator, Path(cfg.run_dir), latents, *sampling, record, model, averages, objective, optimizer,
                Sums(accelerator.device, objective.terms))

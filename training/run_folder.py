@@ -1,4 +1,4 @@
-"""The folder of a run: its lock, its checkpoints, saved and resumed, and its rows and grids up to the resumed step."""
+"""A run's folder: its lock, how checkpoints are saved and resumed, and what is discarded after the resumed step."""
 
 import contextlib
 import json
@@ -78,7 +78,7 @@ RECORDED = {"seed", "batch_size", "model", "diffusion", "objective", "route_sche
 def tells_runs_apart(key: str) -> bool:
     """True if two runs that differ in the setting at a dotted key are different runs.
 
-    Places of files, what is shown and the kind of device do not matter.
+    Paths, what is shown and the kind of device do not matter.
     """
     return not is_among(key, WITHOUT_EFFECT - RECORDED | {"compile", "cpu"})
 
@@ -93,7 +93,7 @@ def is_among(key: str, names: set[str]) -> bool:
 
 
 def require_no_steps(run: Run) -> None:
-    """Raises ValueError where a run without a checkpoint has recorded steps past its first save, or its end."""
+    """Raises ValueError if a run without a checkpoint has recorded steps beyond its first save, or up to its end."""
     last = max(map(training_step, files.read_rows(run.folder / "metrics.jsonl")), default=0)
     if 0 < last >= min(run.cfg.checkpoint.every + 1, run.cfg.steps):
         raise ValueError(f"{run.folder} has recorded {last} steps and has no checkpoint, so training would replace the "
@@ -101,7 +101,7 @@ def require_no_steps(run: Run) -> None:
 
 
 def differing(old: object, new: object) -> tuple[object, object]:
-    """Returns what differs of two dicts, and anything else as it is."""
+    """Reduces two dicts to the keys in which they differ; returns other values unchanged."""
     if not (isinstance(old, dict) and isinstance(new, dict)):
         return old, new
     keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
@@ -114,8 +114,8 @@ def without_weights(settings: dict) -> dict:
             for key, value in settings.items() if not key.endswith("weight")}
 
 
-def numbers(record: dict) -> dict[str, object]:
-    """Returns the settings that change a run's numbers, by name; the run may resume with other values of most."""
+def numerical_settings(record: dict) -> dict[str, object]:
+    """Returns the settings that change a run's numbers, by name; most may have another value when it resumes."""
     config, network = leaves(record.get("config", {})), {"routes": [], **ROUTER_DEFAULTS, **record["network"]}
     length = {"steps": config.get("steps")} if config.get("optimizer.schedule") == "cosine" else {}
     return {
@@ -129,7 +129,7 @@ def numbers(record: dict) -> dict[str, object]:
 
 
 def same_start(meta: dict, path: str | None) -> bool:
-    """True if `init_from=path` is where a run of `meta` began: the same place, however spelled, or weights."""
+    """True if `init_from=path` names the weights that a run began with: the same path, or the same content."""
     began = meta.get("init_from")
     if path is None or began is None or Path(path).resolve() == Path(began).resolve():
         return (path is None) == (began is None)
@@ -158,7 +158,7 @@ def check_resumable(meta: dict, now: dict, run_dir: Path) -> list[str]:
             raise ValueError(f"{run_dir} was trained with another {fact}, so it cannot resume: it has {old}, this "
                              f"command {new}. Start another run with name=<another>, or give the settings that "
                              f"it started with.")
-    was, is_now = numbers(meta), numbers(now)
+    was, is_now = numerical_settings(meta), numerical_settings(now)
     changed = [key for key in is_now if key in was and was[key] != is_now[key]]
     return [f"{key} was {was[key]} and is now {is_now[key]}" for key in changed]
 
@@ -168,7 +168,7 @@ def open_parent(
 ) -> Trained:
     """Loads the EMA weights that a run of `record` starts from: another run's, or a weights file's.
 
-    With `new_label_table` its table of labels is initialised anew, by the run's seed. Raises ValueError for weights of
+    With `new_label_table` the table of labels is initialised again by the run's seed. Raises ValueError for weights of
     another network or diffusion. Routes may differ.
     """
     network = record["network"]
@@ -180,15 +180,15 @@ def open_parent(
         parent.net.y_embedder = LabelEmbedder(network["num_classes"], parent.net.pos_embed.shape[-1])
         nn.init.normal_(parent.net.y_embedder.embedding_table.weight, std=0.02,
                         generator=torch.Generator().manual_seed(record["seed"]))
-    # A weights file alone shows the name of its diffusion and nothing more.
+    # A bare weights file reveals the name of its diffusion, but no keywords.
     keys = ("name",) if parent.checkpoint.record is None else ("name", "sigma_data")
     there, here = (architecture(side["network"]) | {f"diffusion.{key}": side["diffusion"].get(key) for key in keys}
                    for side in (parent.recorded, record))
     if there != here:
         old, new = differing(there, here)
-        remedy = ("new_label_table=true makes the table of labels anew, to fine-tune on other classes."
+        remedy = ("new_label_table=true initialises the table of labels again, to fine-tune on other classes."
                   if old.keys() <= {"num_classes", "null_label"} else
-                  "Give model.backbone_type, model, objective, diffusion and data as it was trained with.")
+                  "Set model.backbone_type, model, objective, diffusion and data to what it was trained with.")
         raise ValueError(f"init_from={path} has another network or diffusion: {old} there, {new} here. {remedy}")
     return parent
 
@@ -199,7 +199,7 @@ def open_parent(
 def resume(run: Run) -> tuple[Path, dict] | None:
     """Restores a run's latest checkpoint, or else loads the weights that the run starts from.
 
-    Returns the checkpoint's folder and what its meta.json holds. Raises ValueError for a run that cannot resume so.
+    Returns the checkpoint's folder and what its meta.json holds. Raises ValueError if the run cannot resume.
     """
     run.run_id = f"{run.folder.name}-{time.time_ns():x}"
     found = ranks.from_main(run.accelerator, partial(latest_checkpoint, run.folder))
@@ -213,12 +213,12 @@ def resume(run: Run) -> tuple[Path, dict] | None:
         net.null_label = run.record["null_label"]
     for scale in run.cfg.evaluate.guidance_scales if run.evaluator else ():
         if scale is not None:
-            Guidance(scale).check(run.ema)  # now rather than after the first steps
+            Guidance(scale).check(run.ema)  # fails now rather than after the first steps
     return found
 
 
 def start_adapter(run: Run, base: Trained) -> None:
-    """Records where the base of a run's adapter is and holds it in the run, unless it is held there already."""
+    """Records the path of the base of a run's adapter, and links it into the run unless it is there already."""
     folder, lora = base.checkpoint.folder, run.record["lora"]
     if "base" not in lora or folder is None or folder.resolve() != (run.folder / "base").resolve():
         lora["base"] = str(base.checkpoint.file.absolute())
@@ -227,7 +227,7 @@ def start_adapter(run: Run, base: Trained) -> None:
 
 
 def begin(run: Run) -> None:
-    """Loads the weights that a run starts from, if it names some; raises ValueError where they do not fit."""
+    """Loads the weights that a run starts from, if it names any; raises ValueError where they do not fit."""
     if run.cfg.init_from is not None:
         parent = open_parent(run.accelerator, run.cfg.init_from, run.record, run.cfg.diffusion_name,
                              run.cfg.new_label_table)
@@ -247,11 +247,11 @@ def begin(run: Run) -> None:
 
 
 def restore(run: Run, folder: Path, content: dict) -> None:
-    """Brings a run to its checkpoint in `folder`, of this meta.json; raises ValueError where the two do not fit."""
+    """Loads a checkpoint into a run, given its folder and its meta.json; raises ValueError if it does not fit."""
     cfg, accelerator = run.cfg, run.accelerator
     meta = read_record(Meta, folder / "meta.json", "It does not describe a checkpoint of a run; move it away.", content)
     run.record["parent"] = meta.parent and meta.parent.model_dump(exclude_unset=True)
-    now = run.record["history"][-1] | {"step": meta.step}  # another entry where one of these differs
+    now = run.record["history"][-1] | {"step": meta.step}  # a new entry only if one of these has changed
     unchanged = meta.history and meta.history[-1] | {"step": meta.step} == now
     run.record["history"] = meta.history if unchanged else [*meta.history, now]
     with as_recorded(folder / "meta.json"):
@@ -264,11 +264,11 @@ def restore(run: Run, folder: Path, content: dict) -> None:
                           "change.")
     run.record["null_label"] = meta.null_label or (run.record["null_label"] and meta.step < cfg.steps)
     run.step, run.images, run.elapsed_before = meta.step, meta.images, meta.elapsed_s
-    if meta.run_id.rpartition("-")[0] == run.folder.name:  # else a copy, whose rows wandb would drop as known ones
+    if meta.run_id.rpartition("-")[0] == run.folder.name:  # else it is a copy, and wandb would drop its rows as known
         run.run_id = meta.run_id
     run.saved = run.step
     run.lowest_loss = math.inf if meta.lowest_loss is None else meta.lowest_loss
-    if meta.lora is not None:  # whose checkpoints hold the adapter alone
+    if meta.lora is not None:  # then checkpoints hold only the adapter
         run.record["lora"] = meta.lora.model_dump()
         base = load_base(Checkpoint(folder / "ema.safetensors", folder, content), cfg.init_from)
         start_adapter(run, base)
@@ -288,10 +288,10 @@ def restore(run: Run, folder: Path, content: dict) -> None:
 
 
 def stored_averages(meta: Meta, run: Run) -> dict[str, str]:
-    """Returns the files of a checkpoint with which the averages of its run resume, by their names.
+    """Returns the file of a checkpoint from which each average resumes, by the average's name.
 
-    One of a decay that was not tracked begins with the weights that are trained. Raises ValueError for a new
-    power-function average, whose profile begins with the run.
+    An average with a new decay begins with the trained weights. Raises ValueError for a new power-function average,
+    as its profile covers the run from the start.
     """
     with as_recorded(run.folder / "checkpoints"):
         was = {kind: name for name, kind in kinds(**{"decay": [None], **meta.config.get("ema", {})}).items()}
@@ -307,7 +307,7 @@ def stored_averages(meta: Meta, run: Run) -> dict[str, str]:
 
 
 def save(run: Run) -> None:
-    """Writes a checkpoint of the run's step, as the main rank, unless it has, and prunes older ones."""
+    """Writes a checkpoint unless this step has one, and prunes older ones; all ranks call it together."""
     cfg, accelerator = run.cfg, run.accelerator
     if run.saved == run.step:
         return
@@ -329,9 +329,9 @@ def save(run: Run) -> None:
 
 
 def require_gradients(run: Run, skipped: int) -> None:
-    """Raises ValueError, with the cause and the way back, where too many steps in a row were skipped."""
+    """Raises ValueError, with the cause and the remedy, if too many steps in a row were skipped."""
     cfg, taken = run.cfg, run.images // run.cfg.batch_size
-    if skipped < min(cfg.max_skipped_in_row, cfg.steps):  # all steps, of a short run
+    if skipped < min(cfg.max_skipped_in_row, cfg.steps):  # in a short run, all of its steps
         return
     damaged = find_damaged(run.latents, cfg.batch_size, cfg.seed, range(taken - skipped, taken), run.objective.arrays)
     last_good = checkpoints.last_sound(run.folder, run.step - skipped)
@@ -352,7 +352,7 @@ def require_gradients(run: Run, skipped: int) -> None:
 def lock_run(run: Run) -> None:
     """Locks a run's folder for this process; raises ValueError where another one trains in it.
 
-    Somebody's run may hold links, through which training would write and delete elsewhere; these are refused, too.
+    A run from elsewhere may contain links, through which training would write and delete elsewhere. They are refused.
     """
     for path in run.folder.iterdir() if run.folder.is_dir() else ():
         files.inside(run.folder, path.name)
@@ -361,20 +361,20 @@ def lock_run(run: Run) -> None:
 
 
 def prepare_folder(run: Run, resumed: tuple[Path, dict] | None) -> None:
-    """Makes a run's folder, with room for a checkpoint, and removes what killed writes have left in it."""
+    """Creates a run's folder, checks that a checkpoint fits its disk, and removes what killed writes have left."""
     for name in ("checkpoints", "samples"):  # fails now rather than at the first save
         (run.folder / name).mkdir(parents=True, exist_ok=True)
     for pattern in (".config.yaml.*.tmp", ".metrics.jsonl.*.tmp", ".results.jsonl.*.tmp", "samples/.step-*.tmp"):
-        for left in run.folder.glob(pattern):  # of killed writes
-            files.remove(left)
-    # A kill may have come between the last save and its pruning, which the settings of that save decide.
+        for unfinished in run.folder.glob(pattern):
+            files.remove(unfinished)
+    # A kill may have come between the last save and its pruning, which obeys the settings of that save.
     saved = resumed[1].get("config", {}) if resumed else {}
     with as_recorded(run.folder / "checkpoints"):
         kept = run.cfg.checkpoint.model_dump() | saved.get("checkpoint", {})
         read(CheckpointSettings, kept, f"{run.folder / 'checkpoints'}: checkpoint.")
     averages.keep_snapshots(run.folder, run.cfg.ema.snapshot_every or 1)
     checkpoints.prune(run.folder, run.step, kept["keep_last"], kept["keep_every"])
-    if resumed is None:  # a run that begins again evaluates its first network again
+    if resumed is None:  # a run that starts over scores its untrained network again
         discard_after(run.folder, -1)
         write_settings(run)
     if run.step < run.cfg.steps:
@@ -384,9 +384,9 @@ def prepare_folder(run: Run, resumed: tuple[Path, dict] | None) -> None:
 
 
 def begin_record(run: Run) -> None:
-    """Brings the folder of a run that resumes to its step, and writes its settings to config.yaml.
+    """Discards what a resumed run wrote after its checkpoint, and writes the settings to config.yaml.
 
-    As late as the first step, so that a command that takes none changes no record.
+    This waits for the first step, so that a command that takes no step changes no record.
     """
     if run.accelerator.is_main_process:
         discard_after(run.folder, run.step)
@@ -399,7 +399,7 @@ def write_settings(run: Run) -> None:
 
 
 def discard_after(run_dir: Path, step: int) -> None:
-    """Drops what a run wrote after `step`, which it now repeats: damaged checkpoints, grids, metrics, scores."""
+    """Discards what a run wrote after `step`, which it now repeats: damaged checkpoints, grids, metrics, scores."""
     checkpoints.set_aside_after(run_dir, step)
     averages.delete_snapshots_after(run_dir, step)
     for picture in (run_dir / "samples").glob("step-" + 8 * "[0-9]" + ".png"):

@@ -93,7 +93,7 @@ class MuonSettings(AdamWSettings):
 
 
 class EMASettings(Settings):
-    decay: Decay | NonEmptyList[Decay]  # at 1 it would stay at the untrained network
+    decay: Decay | NonEmptyList[Decay]  # with 1 it would never leave the untrained network
     warmup: bool
     std: list[Annotated[float, Field(ge=NARROWEST, lt=WIDEST)]]
     snapshot_every: Count | None
@@ -135,8 +135,8 @@ class EvaluateSettings(Settings):
     batch_size: Count
 
 
-# Changes of these are not announced on resuming: names, places, what is shown or kept, what only changes the speed, and
-# what only the first start reads. For the others the record is compared, in which null has become a number.
+# A resumed run does not announce changes of these: names, paths, what is shown or kept, speed, and what only the first
+# start reads. For the rest of them the checkpoint's record is compared, in which null has become a number.
 WITHOUT_EFFECT = {
     "name", "run_dir", "log", "checkpoint", "samples", "evaluate", "published", "decode_precision", "decode_batch_size",
     "max_skipped_in_row", "activation_checkpointing", "init_from", "diffusion_name", "new_label_table", "lora", "seed",
@@ -181,7 +181,7 @@ class TrainSettings(Settings):
     published: results.Published | None
 
 
-# What may be typed beside experiment= in a run that the experiment's published scores are of.
+# With only these typed beside experiment=, a run is still the one of the experiment's published scores.
 AS_PUBLISHED = (
     "experiment", "name", "run_dir", "seed", "steps", "grad_accum_steps", "max_skipped_in_row", "precision",
     "decode_precision", "decode_batch_size", "tf32", "sharding", "compile", "activation_checkpointing", "cpu",
@@ -191,7 +191,7 @@ AS_PUBLISHED = (
 
 
 def check_settings(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> TrainSettings:
-    """Returns the settings to train with, without published scores where what is typed makes another run.
+    """Returns the settings to train with; it drops published scores if the typed settings make another run.
 
     Raises ValueError for settings that do not go together.
     """
@@ -216,7 +216,7 @@ def check_pairs(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> None:
     fp8, fp16, graphs = "precision=fp8", "precision=fp16", f"compile={as_text(cfg.compile)}"
     preset, routes = (f"{key}={cli_overrides.get(key)}" for key in ("routes", "model.routes"))
     labels, network = "new_label_table=true", f"model={'sprint' if cfg.model.fusion else cli_overrides.get('model')}"
-    asked = {
+    is_set = {
         adapter: cfg.lora.rank is not None, muon: cfg.optimizer.name == "muon", fsdp: cfg.sharding == "fsdp",
         fp8: cfg.precision == "fp8", fp16: cfg.precision == "fp16", graphs: cfg.compile in speed.CUDA_GRAPHS,
         labels: cfg.new_label_table, preset: cli_overrides.get("routes", "null") != "null",
@@ -226,7 +226,7 @@ def check_pairs(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> None:
     # CUDA graphs need weights at fixed addresses, and FSDP gathers them in each pass. An adapter trains no table.
     for one, other in ((adapter, muon), (adapter, fp8), (adapter, fsdp), (adapter, labels), (muon, fp8), (fsdp, fp8),
                        (fsdp, fp16), (fsdp, graphs), (preset, routes), (preset, network)):
-        if asked[one] and asked[other]:
+        if is_set[one] and is_set[other]:
             raise ValueError(f"{one} and {other} do not go together: leave one out.")
 
 
@@ -239,7 +239,7 @@ def check_chosen(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> None:
         chosen = re.findall(r"\w+", cli_overrides["objective"].replace("null", ""))
         added = [name for name in cfg.objective
                  if name not in chosen and not any(key.startswith(f"objective.{name}") for key in cli_overrides)]
-        if added and {*chosen} <= {*cfg.objective}:  # a file may be named otherwise than its part
+        if added and {*chosen} <= {*cfg.objective}:  # a file's name may differ from its objective's
             raise ValueError(f"objective={cli_overrides['objective']} would train {added[0]} as well, which the "
                              f"experiment sets: write objective=[{','.join([*added, *chosen])}] for all of them, or "
                              f"~objective.{added[0]} to leave it out.")
@@ -252,9 +252,9 @@ def check_averages(cfg: TrainSettings) -> None:
         raise ValueError(f"ema.decay={as_text(cfg.ema.decay)} ema.std={as_text(cfg.ema.std)} name an average twice: "
                          f"leave one out.")
     for key, names in (("samples.weights", [cfg.samples.weights]), ("evaluate.weights", cfg.evaluate.weights)):
-        if others := [name for name in names if name not in tracked]:
-            raise ValueError(f"{key} names {others[0]}, and this run tracks {', '.join(tracked)}: choose among these, "
-                             f"or set ema.decay and ema.std.")
+        if untracked := [name for name in names if name not in tracked]:
+            raise ValueError(f"{key} names {untracked[0]}, but this run tracks {', '.join(tracked)}: choose one of "
+                             f"them, or set ema.decay and ema.std.")
 
 
 def check_scales(cfg: TrainSettings) -> None:
@@ -266,40 +266,41 @@ def check_scales(cfg: TrainSettings) -> None:
 
 
 def check_run_dir(cfg: TrainSettings) -> None:
-    """Raises ValueError for a run's folder that is, or lies in, one with another purpose."""
+    """Raises ValueError for a run's folder that is, or lies in, a folder with another purpose."""
     run_dir, data = Path(cfg.run_dir).resolve(), cfg.data.path and Path(cfg.data.path).resolve()
     is_of_runs = any(run_dir.glob("*/checkpoints")) and not (run_dir / "checkpoints").is_dir()
-    taken = []
+    conflicts = []
     if run_dir in (Path.cwd(), *Path.cwd().parents):
-        taken.append("is the current folder or one around it")
+        conflicts.append("is the current folder or one around it")
     if run_dir == Path("runs").resolve() or is_of_runs:
-        taken.append("is the folder of runs, and not that of one")
+        conflicts.append("is the folder of all runs, not of one")
     for folder in (run_dir, *run_dir.parents):
         if folder == data or any(folder.glob("latents-*.npy")):
-            taken.append(f"lies in the data folder {folder}")
+            conflicts.append(f"lies in the data folder {folder}")
         if folder != run_dir and (folder / "checkpoints").is_dir() and (folder / "metrics.jsonl").is_file():
-            taken.append(f"lies in the run {folder}")
-    if taken:
-        raise ValueError(f"run_dir={cfg.run_dir} {taken[0]}: give another folder, as runs/first, or another name=.")
+            conflicts.append(f"lies in the run {folder}")
+    if conflicts:
+        raise ValueError(f"run_dir={cfg.run_dir} {conflicts[0]}: give another folder, such as runs/first, or another "
+                         f"name=.")
 
 
 def check_effect(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> None:
-    """Raises ValueError for typed settings that have no effect because of others; a preset may have such settings."""
+    """Raises ValueError for typed settings that have no effect because of others; a preset may have some."""
     model = cfg.model
     for is_read, names, why in (
         (model.routes, ["model.selection", "route_schedule"], "model.routes is empty, so all tokens are kept"),
         (model.selection == "l1", ["model.l1_reg", "model.inverse"], "model.selection=l1 alone reads it"),
         (model.routes or not cfg.keep_masked, ["keep_masked"], "model.routes is empty, so all tokens are kept"),
-        (cfg.init_from, ["diffusion_name", "new_label_table"], "it is about the weights of init_from=<weights>"),
+        (cfg.init_from, ["diffusion_name", "new_label_table"], "it describes the weights of init_from=<weights>"),
         (cfg.lora.rank, ["lora.alpha", "lora.targets"], "lora.rank=null makes no adapter"),
         (cfg.evaluate.every or "evaluate.every" in cli_overrides, ["evaluate"],
          f"nothing is scored in training; give evaluate.every={cfg.checkpoint.every} as well"),
         (cfg.ema.std, ["ema.snapshot_every"], "only power-function averages have snapshots; give ema.std=[0.05,0.10]"),
         (not cfg.ema.snapshot_every or cfg.ema.snapshot_every % cfg.checkpoint.every == 0, ["ema.snapshot_every"],
-         f"they are of checkpoints, and there is one every checkpoint.every={cfg.checkpoint.every} steps; give a "
-         f"multiple of that"),
+         f"snapshots are kept from checkpoints, which are saved every checkpoint.every={cfg.checkpoint.every} steps; "
+         f"give a multiple of that"),
         (cfg.checkpoint.keep_every % cfg.checkpoint.every == 0, ["checkpoint.keep_every"],
-         f"it keeps checkpoints, and there is one every checkpoint.every={cfg.checkpoint.every} steps; give a "
+         f"it keeps checkpoints, which are saved every checkpoint.every={cfg.checkpoint.every} steps; give a "
          f"multiple of that"),
     ):
         if not is_read:

@@ -23,13 +23,13 @@ from runtime.device import check_device, require_plain_launch, set_float32
 from runtime.schema import as_text
 from training.cuda_graphs import CUDA_GRAPHS
 
-# Each precision's autocast.
+# The autocast of each precision.
 PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
 COMPILE_MODES = (*CUDA_GRAPHS, "max-autotune-no-cudagraphs")
 TORCHAO = "0.18.0"  # imports with torch 2.11 and 2.15
 
 
-# Compiling for a CPU asks where CUDA is, if torch is built for it, and warns that there is none.
+# If torch is built for CUDA, compiling for a CPU looks for CUDA and warns that there is none.
 logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
@@ -43,11 +43,11 @@ def compile_blocks(model: DiT, how: bool | str) -> None:
     """Compiles the forward pass of each block in place, with static shapes; `how` is a bool or one of COMPILE_MODES.
 
     Blocks share their graphs: one for each number of tokens, whatever the depth. Hooks on a block run outside of them:
-    FSDP's, which gather and free its weights, and those that take hidden states.
+    FSDP's hooks, which gather and free its weights, and those that collect hidden states.
     """
-    # torch gives up after 8 graphs of one function. Routes of many lengths have more, and so do runs in one notebook.
+    # torch gives up after 8 graphs of one function. Routes of many lengths need more, as do several runs in a notebook.
     torch._dynamo.config.recompile_limit = 64
-    # Else torch would cut each block where DDP's buckets end, to send gradients earlier. Blocks are short enough.
+    # Otherwise torch splits blocks where DDP's buckets end, to send gradients earlier. Blocks are short enough.
     torch._dynamo.config.optimize_ddp = False
     if how:
         mode = None if how is True else CUDA_GRAPHS.get(how, how)
@@ -56,10 +56,10 @@ def compile_blocks(model: DiT, how: bool | str) -> None:
 
 
 def check_compiler(how: bool | str, device: torch.device) -> None:
-    """Raises ValueError where torch.compile lacks what it builds its code with: a compiler and Python's headers."""
+    """Raises ValueError if torch.compile lacks what it needs to build code: a compiler and Python's headers."""
     if not how:
         return
-    if device.type == "cuda":  # Triton's launchers are C, and it looks for a compiler as here
+    if device.type == "cuda":  # Triton builds launchers in C, and looks for a compiler the same way
         found, language, package = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"), "C", "gcc"
     else:
         from torch._inductor import cpp_builder, exc
@@ -80,15 +80,15 @@ def check_compiler(how: bool | str, device: torch.device) -> None:
 
 
 def replicate(accelerator: Accelerator, objective: nn.Module, sharded: bool = False) -> nn.Module:
-    """Wraps what is minimised into autocast and, unless FSDP has sharded it already, DDP's replicas."""
-    called = accelerator.prepare_model(objective, evaluation_mode=sharded)
-    if isinstance(called, nn.parallel.DistributedDataParallel):
-        called.broadcast_buffers = False  # `share_buffers` does what is needed; as an argument it is deprecated
-    return called
+    """Wraps the objective in autocast and, unless FSDP has sharded it already, in DDP."""
+    wrapped = accelerator.prepare_model(objective, evaluation_mode=sharded)
+    if isinstance(wrapped, nn.parallel.DistributedDataParallel):
+        wrapped.broadcast_buffers = False  # `share_buffers` does this; DDP's argument for it is deprecated
+    return wrapped
 
 
-def share_buffers(accelerator: Accelerator, objective: Objective | DiffusionLoss, called: nn.Module) -> None:
-    """Gives all ranks the main one's buffers of an objective before each call of `called`, as these are saved."""
+def share_buffers(accelerator: Accelerator, objective: Objective | DiffusionLoss, wrapped: nn.Module) -> None:
+    """Copies the main rank's buffers of an objective to all before each call of `wrapped`, as those are saved."""
     def share(*_: object) -> None:
         trained = trained_parameters(objective)
         for name, buffer in own_state(objective).items():
@@ -96,7 +96,7 @@ def share_buffers(accelerator: Accelerator, objective: Objective | DiffusionLoss
                 torch.distributed.broadcast(buffer, 0)
 
     if accelerator.num_processes > 1 and own_state(objective).keys() - trained_parameters(objective).keys():
-        called.register_forward_pre_hook(share)
+        wrapped.register_forward_pre_hook(share)
 
 
 def check_float8(device: torch.device) -> None:
@@ -112,19 +112,19 @@ def multiply_in_float8(model: DiT, emulate: bool = False) -> None:
 
     Parameters keep their names and float32 values. Weights, activations and gradients are cast in each pass, each
     tensor with one scale that brings its largest value to float8's (torchao's dynamic scaling, arXiv 2209.05433).
-    `emulate` rounds so on any device and multiplies in the input's type. Raises ValueError for layers whose sides are
-    not multiples of 16.
+    `emulate` rounds the same way on any device, and multiplies in the input's type. Raises ValueError for layers
+    whose sides are not multiples of 16.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     def large(layer: nn.Module, name: str) -> bool:
-        return isinstance(layer, nn.Linear) and "adaLN_modulation" not in name  # which is small: one row a sample
+        return isinstance(layer, nn.Linear) and "adaLN_modulation" not in name  # adaLN is small: one row per sample
 
     for name, layer in model.blocks[0].named_modules():
         if large(layer, name) and (layer.in_features % 16 or layer.out_features % 16):
             raise ValueError(f"precision=fp8 needs sides that are multiples of 16, but {name} is {layer.in_features} × "
                              f"{layer.out_features}: change model.hidden_size, or set precision=bf16.")
-    # Padding is for a number of tokens in the batch that 16 does not divide; published sizes need none.
+    # Padding is for batches whose number of tokens is no multiple of 16; published sizes need none.
     config = Float8LinearConfig(emulate=emulate, pad_inner_dim=True)
     convert_to_float8_training(model.blocks, module_filter_fn=large, config=config)
 

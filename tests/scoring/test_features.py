@@ -41,7 +41,7 @@ def test_copies_are_dropped_and_the_rest_keep_their_numbers():
 def test_a_feature_that_is_not_finite_is_named_with_its_image():
     broken = Extractor("mine", "mine", "fd_mine", {"pool": 1}, "",
                        lambda x: {"pool": torch.tensor([[1.0], [torch.nan]])})
-    with pytest.raises(ValueError, match=r"mine features \(pool\) of 1 of 2 images are not finite, of image 9 first"):
+    with pytest.raises(ValueError, match=r"mine features \(pool\) of 1 of 2 images are not finite, first of image 9"):
         list(extract(broken, [(torch.tensor([4, 9]), pictures(2))]))
 
 

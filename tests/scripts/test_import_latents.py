@@ -472,7 +472,7 @@ TRAINED = [  # people with such a set, what was brought, settings of data, words
      "write 2 * log(std) instead"),
     ("CompVis/tread#5", made(write_tread, with_validation), {"kind": "sample"}, "*train*.tar"),
     ("MochiDiffusion/MochiDiffusion#315", sdxl_scaled(made(write_tread)), {"kind": "sample", "autoencoder": "sdxl"},
-     "scaled otherwise than data.autoencoder="),
+     "scaled differently from data.autoencoder="),
     ("hustvl/LightningDiT#93", made(write_lightningdit), {}, "scripts/import_latents.py source="),
     ("sihyun-yu/REPA#19", made(write_repa), {}, "scripts/import_latents.py source="),
     ("NVlabs/edm2#11", made(write_edm2), {}, "set format=repa (VAE input in -1..1) for scripts/import_latents.py"),

@@ -66,5 +66,5 @@ def test_activations_counted_by_shapes_are_those_of_a_real_pass(routed):
 
 
 def test_the_parts_of_a_pass_fill_a_gpu_and_leave_a_tenth_of_it():
-    assert memory.fitting(fixed=10, an_image=1, memory=100, most=256) == 64  # 74 and 90 of 100 are full at 64 and 80
-    assert memory.fitting(10, 1, 100, most=32) == 32 and memory.fitting(90, 1, 100, 256) == 0
+    assert memory.images_that_fit(fixed=10, per_image=1, memory=100, most=256) == 64  # 74 and 90 are full at 64 and 80
+    assert memory.images_that_fit(10, 1, 100, most=32) == 32 and memory.images_that_fit(90, 1, 100, 256) == 0
