@@ -140,9 +140,8 @@ def without_places(record: dict) -> dict:
 def facts_of(row: dict, any_version: bool) -> dict:
     """Returns all that a row's scores depend on: files by their content, and the code by its versions."""
     row = without_places(row)
-    # The size is only known once images are sampled. Older versions wrote `origin` in training's rows. A run that
-    # trains may be moved.
-    ignored = ("size", "origin", *(["checkpoint"] if row["source"].get("in_training") else []))
+    # The size is only known once images are sampled, and a run that trains may be moved.
+    ignored = ("size", *(["checkpoint"] if row["source"].get("in_training") else []))
     facts = {f"source.{key}": value for key, value in row["source"].items() if key not in ignored}
     facts |= {key: row[key] for key in COMPARED if key in row}
     return {key: value for key, value in facts.items() if not (any_version and key in CODE_VERSIONS)}
