@@ -284,15 +284,15 @@ def read_text_rows(
 
 
 def read_cells(lines: list[str], mark: str) -> list[list[str]]:
-    """Splits lines of CSV. Raises ValueError for an unclosed quote, which would swallow everything after it."""
+    """Splits lines of CSV. Raises ValueError for a stray quote, which could swallow everything after it."""
     rows, read, reader = [], 0, csv.reader(lines, delimiter=mark, skipinitialspace=True, strict=True)
     try:
         for row in reader:
             rows.append(row)
             read = reader.line_num
     except csv.Error as error:
-        raise ValueError(f"Line {read + 1} of the labels, {lines[read][:60]!r}, has a quote that is never closed "
-                         f"({error}): remove it.") from None
+        raise ValueError(f"Line {read + 1} of the labels, {lines[read][:60]!r}, has a stray quote ({error}): remove "
+                         f"it, or put the cell in quotes and double those inside.") from None
     return rows
 
 

@@ -140,7 +140,8 @@ def _index_one_tar(file: Path, form: NpyForm | None) -> tuple[list[tuple[int, in
                         raise ValueError("its key occurs twice in this tar, but keys must be unique: write it again")
                     firsts[key] = content.tell()
                 elif member.name.endswith(".cls"):
-                    labels[member.name.removesuffix(".cls")] = int(content.read(min(member.size, 1000)))
+                    label = np.int32(int(content.read(min(member.size, 1000))))  # as the index stores it
+                    labels[member.name.removesuffix(".cls")] = label
             except NPY_ERRORS as error:
                 raise ValueError(f"{file}: {member.name}: {error}.") from error
     if not firsts:

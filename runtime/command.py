@@ -114,7 +114,8 @@ def entry_point(main: Callable, work: Callable[[list[str]], None]) -> Callable[.
         if settings or not notebook.has_command_line():
             call(run, Path(main.__code__.co_filename).name, [*settings])
         else:
-            sys.stdout, sys.stderr = LenientStream(sys.stdout), LenientStream(sys.stderr)
+            # A stream that was closed before the start is None, and Python prints nothing to it.
+            sys.stdout, sys.stderr = (stream and LenientStream(stream) for stream in (sys.stdout, sys.stderr))
             run(Path(sys.argv[0]).name, sys.argv[1:])
     return entry
 

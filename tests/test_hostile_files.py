@@ -432,12 +432,13 @@ def test_a_study_of_another_form_is_a_line(tmp_path, content):
 
 
 @pytest.mark.parametrize("rows", [20, 6000])
-def test_a_stray_quote_is_a_line_and_swallows_nothing(rows):
+@pytest.mark.parametrize("cell", ['"cat', '"black" cat'])
+def test_a_stray_quote_is_a_line_and_swallows_nothing(rows, cell):
     lines = [f"{i}.png,cat" for i in range(rows)]
-    lines[7] = '7.png,"cat'
+    lines[7] = f"7.png,{cell}"
     said = in_a_line(read_table, "\n".join(["file,label", *lines]).encode(), "labels.csv",
                      lambda cell: cell.endswith(".png"))
-    assert "Line 9" in said
+    assert "Line 9" in said and "has a stray quote" in said
     lines[7] = '7.png,"cat, black"'
     table = read_table("\n".join(["file,label", *lines]).encode(), "labels.csv", lambda cell: cell.endswith(".png"))
     pairs, _ = table.pairs()

@@ -429,6 +429,10 @@ def compressed(folder):
     (folder / TAR).write_bytes(gzip.compress((folder / TAR).read_bytes()))
 
 
+def labelled(label):
+    return lambda folder: write_tars(folder, numbered(), [label, *labels_of()[1:]])
+
+
 def one_more(latent):
     return lambda folder: write_tars(folder, [*numbered(), latent], labels_of(COUNT + 1))
 
@@ -478,6 +482,7 @@ BAD_TARS = [  # what is wrong with tars, arguments, words
     (in_tar("latent.npy", "jpg"), SAMPLE, "no '<key>.latent.npy': if it has images, use scripts/prepare_latents.py"),
     (in_tar("n00000010.cls", "n00000010.txt"), SAMPLE, "lack either '.latent.npy' or '.cls', such as 'n00000010'"),
     (in_tar("10.json", "10b.cls"), SAMPLE, f"{TAR}: n00000010b.cls: invalid literal"),
+    (labelled(2**31), SAMPLE, ".cls: Python integer 2147483648 out of bounds"),
     (in_tar("10.json", "10b.latent.npy"), SAMPLE, f"{TAR}: n00000010b.latent.npy: the magic string"),
     (one_more(np.zeros((4, 8, 8), np.float16)), SAMPLE, "(4, 8, 8), but the latents before it are float16 (4, 4, 4)"),
     (one_more(np.zeros((4, 4), np.float16)), SAMPLE, "float16 (4, 4) in"),

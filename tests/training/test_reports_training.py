@@ -14,10 +14,11 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import change_record
+from conftest import change_record, run_command
 from test_prepare_latents import prepare
 from training_runs import assert_same_end, rows, train_here, trained
 
+import train
 from runtime.command import LenientStream
 from weights import checkpoint as checkpoints
 
@@ -117,3 +118,9 @@ def test_a_log_on_a_full_disk_stops_nothing(capsys, monkeypatch):
         print("step 1")
         print("step 2", flush=True)
         sys.stdout.flush()
+
+
+def test_a_command_whose_stdout_is_closed_runs(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)  # as Python has it after `>&-`
+    monkeypatch.setattr(sys, "stderr", sys.stderr)
+    run_command(train.main, "train.py", "--cfg", "job")
