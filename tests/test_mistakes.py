@@ -122,7 +122,7 @@ TYPED = {
         ("guidance=cfg", "routes=[{start_layer_idx: 1, end_layer_idx: 2}]", "gamma2="),
         ("checkpoint=dense", "guidance=path_drop", "not trained for that"),
         ("latents=true", "out=new.npz", "decode_precision=bf16", "decodes nothing"), ("latents=true", "latents=true"),
-        ("out=grid.jpg", ".png"), ("out=images.npz/x.png", "images.npz"), ("out=images.npz", "overwrite=true"),
+        ("out=grid.jpg", ".png"), ("out=images.npz/x.png", "images.npz"), ("out=foreign.npz", "overwrite=true"),
         ("out=four", "overwrite=true", "name another folder"), ("autoencoder=python:decode", "python:"),
         ("diffusion_name=flux", "diffusion_name=flux"), ("diffusion_name=sit", "diffusion_name=sit"),
         ("checkpoint=weights.pt", "num_heads=2", "diffusion_name=edm", "num_classes=99", "num_classes=99"),

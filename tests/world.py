@@ -57,6 +57,7 @@ def make(place: Path) -> Path:
     (place / "empty").mkdir()
     put_zip(place / "pets.zip", {name: (place / "pets" / name).read_bytes() for name in ("ant/0.png", "bee/1.png")})
     (place / "pets.tar.gz").touch()
+    np.savez(place / "foreign.npz", arr_0=np.zeros((4, 8, 8, 3), np.uint8))
     (place / "map.json").write_text('{"ant": 0, "bee": 1}')
     (place / "study.json").write_text('{"name": "study-rehearsal", "runs": []}')
     write_tread(place)  # tars
