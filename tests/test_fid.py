@@ -182,7 +182,7 @@ def test_too_few_images_for_neighbours_are_refused_before_any_is_sampled(real, c
 
 
 def test_too_few_features_for_neighbours_raise_a_one_line_error():
-    with pytest.raises(ValueError, match="3 nearest neighbours: 3 reference images and 50 others are too few"):
+    with pytest.raises(ValueError, match="3 nearest neighbours: 3 reference images and 50 images to score are too few"):
         metrics.precision_recall(normal(3, 4).float(), normal(50, 4).float())
 
 
@@ -281,7 +281,7 @@ def test_evaluate_does_not_mind_the_order_and_leaves_random_state_alone(referenc
 
 def test_fewer_images_than_asked_are_not_scored(reference_npz):
     pixels = load_extractor("pixels")
-    with pytest.raises(AssertionError, match="60 images were asked for and 10 came"):
+    with pytest.raises(AssertionError, match="10 of 60 images were measured"):
         score_with(pixels, open_reference(one_rank(), reference_npz, pixels), [(torch.arange(10), shapes(10))], 60)
 
 
