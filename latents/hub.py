@@ -77,6 +77,9 @@ def order_by_state(root: Path, folder: str, names: list[str], where: str) -> lis
     if not state.get("_data_files"):
         return names
     with as_recorded(root / folder / "state.json"):
+        if state.get("_indices_data_files"):
+            raise ValueError(f"{where} selects rows by {state['_indices_data_files'][0]['filename']}, as old versions "
+                             "of datasets wrote it: load it and save it again.")
         files = [posixpath.join(folder, file["filename"]) for file in state["_data_files"]]
     if missing := [name for name in files if name not in names]:
         raise ValueError(f"{where} lacks {len(missing)} of the {len(files)} files that state.json names, such as "

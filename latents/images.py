@@ -460,10 +460,13 @@ def find_dataset_json(listing: Listing, images: list[int]) -> tuple[int | None, 
 
 
 def find_file(listing: Listing, labels: str) -> int | None:
-    """Returns the number of a label file in the source, or None if it is not there."""
+    """Returns the number of a label file in the source, if it is there; raises ValueError if several tars hold it."""
     path, is_here = str(Path(labels)), Path(labels).is_file()
-    return next((i for i, name in enumerate(listing.names) if path in (f"{listing.path}/{name}", listing.shown[i])
-                 or path == name and not is_here), None)
+    found = [i for i, name in enumerate(listing.names) if path in (f"{listing.path}/{name}", listing.shown[i])
+             or path == name and not is_here]
+    if len(found) > 1:
+        raise ValueError(f"labels={labels} is in {len(found)} tars: name one, as in labels={listing.shown[found[0]]}.")
+    return found[0] if found else None
 
 
 def from_file(listing: Listing, images: list[int], labels: str, member: int | None = None) -> ImageSource:

@@ -301,20 +301,23 @@ def check_waits(
 
 
 def check_graphs(machine: Machine, mode: str) -> str:
-    """Graphs that are compiled, dense, routed, and at an off-ramp; after the second step none are."""
+    """Graphs that are compiled, dense, routed, and at an off-ramp; after the second step none are.
+
+    For CUDA graphs it also prints how many there are and the memory that they hold.
+    """
     require(machine.device.type == "cuda" or mode != "CUDA graphs", "CUDA graphs need a GPU")
     compiled, late = [], 0
     for name, routed, dense_after in (("dense", False, None), ("routed", True, None), ("off-ramp", True, 4)):
-        seen = graphs_by_step(machine, COMPILED[mode], machine.network, routed, dense_after)
-        compiled.append(f"{name} {seen[2] - seen[0]}")
+        seen, recorded = graphs_by_step(machine, COMPILED[mode], machine.network, routed, dense_after)
+        compiled.append(f"{name} {seen[2] - seen[0]}{recorded}")
         late += seen[-1] - seen[2]
     return require_at_most(f"{', '.join(compiled)}; {late} compiled after the second step", (late, 0))
 
 
 def graphs_by_step(
     machine: Machine, how: bool | str, network: dict, routed: bool, dense_after: int | None,
-) -> list[int]:
-    """Takes six steps; returns how many graphs had been compiled before each, and at the end."""
+) -> tuple[list[int], str]:
+    """Takes six steps; returns how many graphs had been compiled before each and at the end, and `held_by_graphs`."""
     torch._dynamo.reset()
     accelerator, device = machine.accelerator("fp32"), machine.device
     loss = make_objective(network, routed, device)
@@ -325,7 +328,20 @@ def graphs_by_step(
     for loss.step in range(6):
         seen.append(counters["stats"]["unique_graphs"])
         step(x, y, given)
-    return [*seen, counters["stats"]["unique_graphs"]]
+    return [*seen, counters["stats"]["unique_graphs"]], held_by_graphs()
+
+
+def held_by_graphs() -> str:
+    """Describes the CUDA graphs of this process and their private memory pools; empty if there are none."""
+    if not torch.cuda.is_initialized():
+        return ""
+    gc.collect()  # the graphs of the previous network
+    count = sum(isinstance(each, torch.cuda.CUDAGraph) for each in gc.get_objects())
+    if not count:
+        return ""
+    size = sum(segment["total_size"] for segment in torch.cuda.memory_snapshot()
+               if tuple(segment["segment_pool_id"]) != (0, 0))
+    return f" ({count} CUDA graphs of {size / 2**20:.0f} MiB)"
 
 
 # ---- a run, images and scores ---------------------------------------------------------------------------------------

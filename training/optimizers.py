@@ -95,7 +95,7 @@ def step_unless(skipped: Tensor, optimizer: torch.optim.Optimizer, scaled: bool 
     Fused optimizers and Muon read the flag on the device. `scaled` means that a GradScaler sets it.
     """
     plain = getattr(optimizer, "optimizer", optimizer)  # inside accelerate's wrapper
-    assert plain._step_supports_amp_scaling, plain
+    assert getattr(plain, "_step_supports_amp_scaling", False), plain
     if not scaled:
         plain.grad_scale, plain.found_inf = None, skipped.float()
     optimizer.step()

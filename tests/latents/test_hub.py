@@ -181,6 +181,13 @@ def test_shards_that_are_missing_are_counted(tmp_path):
     refused(lambda: open_source(folder), "lacks 1 of the 2 files that state.json names, such as data-10.arrow")
 
 
+def test_rows_that_an_old_version_of_datasets_selected_by_another_file_are_refused(tmp_path):
+    folder = save_to_disk(tmp_path / "saved", pets([0, 1]))
+    state = json.loads((folder / "state.json").read_text()) | {"_indices_data_files": [{"filename": "indices.arrow"}]}
+    put(folder, {"state.json": json.dumps(state)})
+    refused(lambda: open_source(folder), "selects rows by indices.arrow", "save it again")
+
+
 def test_files_of_save_to_disk_are_read_in_the_order_of_its_state_and_others_in_that_of_names(tmp_path):
     tables = pets([0, 1]), pets([2, 0], 2)
     assert numbers(open_source(save_to_disk(tmp_path / "saved", *tables))) == [0, 1, 2, 3]  # data-9, data-10

@@ -485,6 +485,7 @@ def test_what_one_name_in_two_tars_cannot_say_is_refused(tmp_path):
     (tmp_path / "labels.csv").write_text("000_0.png,cat\n001_0.png,dog\n")
     refused(lambda: open_source(tmp_path / "*.tar", labels=str(tmp_path / "labels.csv")),
             "labels 000_0.png, but 2 tars hold a file of that name: prepare each tar separately")
+    refused(lambda: open_source(tmp_path / "*.tar", labels="labels.csv"), "labels=labels.csv is in 2 tars: name one")
     assert np.bincount(open_source(tmp_path, labels="names").labels).tolist() == [2, 2]
     for tar in ("a.tar", "b.tar"):
         put_tar(tmp_path / tar, numbered("0.png") | dataset([["0.png", 0]]))

@@ -52,7 +52,8 @@ def test_a_training_that_fills_a_gpu_names_the_parts_that_fit(shapes, tmp_path, 
     small = ["steps=1", "samples.every=0", "model.depth=3", "model.routes=[]", "compile=false", "batch_size=32"]
     for an_image, words in ((1e9, "grad_accum_steps=4 should fit 20 GB. Settings that help: "),
                             (10e9, "Not one image fits 20 GB: set activation_")):
-        monkeypatch.setattr(memory, "held", lambda build, an_image=an_image: (len(build().blocks) * 3e9, an_image))
+        monkeypatch.setattr(memory, "bytes_in_training",
+                            lambda build, an_image=an_image: (len(build().blocks) * 3e9, an_image))
         assert words in train_here(tmp_path / "run", shapes, *small).stderr
 
 

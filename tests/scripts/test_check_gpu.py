@@ -81,9 +81,9 @@ def test_graphs_that_are_compiled_late_fail(machine, graphs, monkeypatch):
     # No block sees all tokens before the off-ramp.
     everywhere = {"selection_ratio": 0.5, "start_layer_idx": 0, "end_layer_idx": -1}
     network = machine.network | {"routes": [everywhere], "depth": 2}
-    seen = check_gpu.graphs_by_step(machine, True, network, True, 4)
-    assert [count - seen[0] for count in seen] == [0, 1, 1, 1, 1, 2, 2]
-    monkeypatch.setattr(check_gpu, "graphs_by_step", lambda *_: seen)
+    seen, recorded = check_gpu.graphs_by_step(machine, True, network, True, 4)
+    assert [count - seen[0] for count in seen] == [0, 1, 1, 1, 1, 2, 2] and recorded == ""
+    monkeypatch.setattr(check_gpu, "graphs_by_step", lambda *_: (seen, ""))
     with pytest.raises(ValueError, match="dense 1, routed 1, off-ramp 1; 3 compiled after the second step"):
         check_gpu.check_graphs(machine, "compiled")
 
