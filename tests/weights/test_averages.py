@@ -182,7 +182,7 @@ def test_snapshots_outlast_pruning_and_cost_no_second_copy_while_their_checkpoin
 def test_a_width_of_after_training_is_loaded_by_its_name_alone_and_made_once(several, tmp_path, capfd):
     run = shutil.copytree(several, tmp_path / "run")
     found = load_trained(run, "ema-std0.07")
-    assert "made of 12 stored averages" in capfd.readouterr().out
+    assert "is built from 12 stored averages" in capfd.readouterr().out
     assert (found.weights, found.step, found.checkpoint.run) == ("ema-std0.07", 12, run)
     stored = [(checkpoints.step_of(folder), std) for folder in sorted((run / "averages").glob("step-????????"))
               for std in (0.05, 0.10)]
