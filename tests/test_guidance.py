@@ -98,7 +98,7 @@ def test_each_step_samples_masks_that_heuns_two_evaluations_share(sample):
     net, (noise, y) = small_dit(), noise_and_labels()
     seen = watch(net)
     sample(net, noise, y, num_steps=4, guidance=Guidance(1.5, 0.3, 0.7))
-    strong = [kept.tolist() for kept in seen.kept[::2]]  # predictor, corrector, predictor, …; the last has no corrector
+    strong = [kept.tolist() for kept in seen.kept[::2]]  # predictor, corrector, …; the last has no corrector
     assert len(strong) == 7 and {kept.shape[1] for kept in seen.kept[::2]} == {12}
     assert strong[0] == strong[1] and strong[2] == strong[3] and strong[4] == strong[5]
     assert len({str(strong[i]) for i in (0, 2, 4, 6)}) == 4

@@ -77,8 +77,8 @@ def test_a_schedule_gives_each_step_its_routes_and_says_when_they_change():
     dense, other_dense = replace(ROUTE, selection_ratio=0.0), replace(other, selection_ratio=0.0)
     taken = [route for step in range(9) for route in schedule.at(step)]
     assert taken == [dense, dense, ROUTE, ROUTE, other, other, other_dense, other_dense, other_dense]
-    assert str(schedule) == ("none; from step 2 on 2→2 at selection ratio 0.5; from step 4 on 1→1 at selection ratio "
-                             "0.75; from step 6 on none; from step 7 on none")
+    assert str(schedule) == ("none; from step 2 on 2→2 at selection ratio 0.5; from step 4 on 1→1 at selection "
+                             "ratio 0.75; from step 6 on none; from step 7 on none")
     assert (str(RouteSchedule(())), str(RouteSchedule((ROUTE,)))) == ("none", "2→2 at selection ratio 0.5")
     assert RouteSchedule((ROUTE,)).at(10**6) == (ROUTE,)
     sampling = RouteSchedule((ROUTE,), selection_ratios=(0.3, 0.7), changes=((4, ()),))

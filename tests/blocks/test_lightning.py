@@ -33,8 +33,8 @@ def test_a_dense_forward_equals_hustvl_lightningdit(case):
 @pytest.mark.parametrize("case", ROUTED["routed"], ids=names(ROUTED["routed"]))
 @torch.no_grad()
 def test_a_routed_forward_equals_lightningdit_tread(case):
-    net = filled(DiT(**TINY | case["config"], routes=[Route(2, -4, 0.5)]))      # their blocks 2 … depth - 4, inclusive
-    mask_noise = noise_that_keeps(case["ids_keep"], net.pos_embed.shape[1])     # which are in an order of their own
+    net = filled(DiT(**TINY | case["config"], routes=[Route(2, -4, 0.5)]))      # their blocks 2 to depth - 4, inclusive
+    mask_noise = noise_that_keeps(case["ids_keep"], net.pos_embed.shape[1])     # in their own order
     x, t, y = wave(case["shape"], amplitude=1.4), torch.tensor(case["t"]), torch.tensor(case["y"])
     assert_equal(net(x, t, y, routes=net.routes, mask_noise=mask_noise), case["out"])
 

@@ -337,7 +337,8 @@ def caption(*names):
     return np.asarray(grid.crop((0, 0, grid.width - 2 * 66, grid.height)))
 
 
-@pytest.mark.parametrize(("one", "other"), [("Łódź", "Łódż"), ("кошка", "кошко"), ("γάτα", "γάτη")])
+@pytest.mark.parametrize(("one", "other"), [("Łódź", "Łódż"), ("кошка", "кошко"),
+                                            ("γάτα", "γάτη")])
 def test_captions_beyond_latin_1_have_letters_of_their_own(one, other):
     assert not np.array_equal(caption(one, "x"), caption(other, "x"))
 
