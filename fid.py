@@ -345,7 +345,7 @@ def main(cfg: ScoringSettings, cli_overrides: Mapping[str, str]) -> None:
     found = [None if cfg.checkpoint is None else find_on_main_rank(state, cfg.checkpoint, name) for name in names]
     # All settings are completed, and all images of one set of weights opened, before the first are scored.
     completed = [as_published(cfg.model_copy(update={"weights": name}), checkpoint)
-               for name, checkpoint in zip(names, found, strict=True)]
+                 for name, checkpoint in zip(names, found, strict=True)]
     for own_cfg, checkpoint in zip(completed, found, strict=True):
         opened = open_image_set(state, own_cfg) if checkpoint is None else open_checkpoint(state, own_cfg, checkpoint)
         for images, results, published in [*opened]:

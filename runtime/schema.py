@@ -165,13 +165,18 @@ def read(declared: type[Declared], plain: dict, where: str = "") -> Declared:
 
 
 def nearest(key: str, known: Sequence[str]) -> str | None:
-    """Guesses the intended key: one spelled alike, one of that name elsewhere, or one with its initials."""
+    """Guesses the intended key: one spelled alike, one of that name elsewhere, or an abbreviation or its meaning."""
+    def initials(name: str) -> str:
+        return "".join(word[:1] for word in name.split("_"))
+
     parent, _, leaf = key.rpartition(".")
+    known = [other for other in known if not key.startswith(f"{other}.")]  # without the groups of the key
+    known.sort(key=lambda other: other.rpartition(".")[0] != parent)  # those beside it first
     names = {other.rpartition(".")[2]: other for other in reversed(known)}  # the first of several
     beside = [name for name, other in names.items() if parent in ("", other.rpartition(".")[0])]
-    initials = "".join(word[:1] for word in leaf.split("_"))
+    short = [name for name in names if "_" in leaf + name and (leaf == initials(name) or name == initials(leaf))]
     meant = [*difflib.get_close_matches(key, known, n=1, cutoff=0.85),
-             *(names[name] for name in (leaf, initials) if name in names),
+             *(names[name] for name in (leaf, *short) if name in names),
              *(names[name] for name in difflib.get_close_matches(leaf, beside, n=1, cutoff=0.7))]
     return meant[0] if meant else None
 

@@ -140,9 +140,9 @@ def hub_weights(repo: str, wheel: str | None = None) -> Path:
 
 @contextlib.contextmanager
 def reading(path: Path, sha256: str | None, what: str) -> Iterator[str]:
-    """Yields the SHA-256 of weights; any error of the library that reads them becomes a ValueError.
+    """Yields the SHA-256 of weights; raises ValueError if it is not `sha256`.
 
-    That says they are not `what`. It also raises ValueError if `sha256` is another.
+    Any error of the library that reads them becomes a ValueError that they are not `what`.
     """
     files.refuse_pointer(path)
     found = files.sha256(path)

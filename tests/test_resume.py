@@ -191,10 +191,6 @@ def test_two_processes_cannot_train_one_run(shapes, tmp_path):
     assert second.returncode == 1 and "Another process is training" in second.stderr
 
 
-RECORD = {"network": {"depth": 3, "routes": []}, "diffusion": {"name": "rf"}, "data": {"fingerprint": "a"}, "world": 1,
-          "seed": 0, "batch_size": 8}
-
-
 @pytest.mark.parametrize(("was", "now", "said"), [
     ({}, {}, []),
     ({"network": {"depth": 3, "routes": []}},

@@ -98,7 +98,9 @@ class Task:
         return sorted(name for name in {*wanted, *got} if wanted.get(name) != got.get(name))
 
     def clear(self) -> None:
-        shutil.rmtree(self.out, ignore_errors=True)
+        """Removes what the command has left, measured references in torch's cache included."""
+        for folder in (self.out, Path(os.environ["TORCH_HOME"]) / "tread_references"):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def plain(value: object) -> object:
@@ -183,7 +185,7 @@ def shards_done(out: Path) -> int:
     return 10**6 if (out / "metadata.json").is_file() else len(list(out.glob("record-*.json")))
 
 
-# ---- faults -------------------------------------------------------------------------------------------------------
+# ---- faults ---------------------------------------------------------------------------------------------------------
 
 
 def failing(at: int, number: int) -> Callable:

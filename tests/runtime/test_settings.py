@@ -38,6 +38,7 @@ from runtime.schema import (
     refuse,
 )
 from runtime.typed import read_job
+from training.settings import TrainSettings
 
 
 class Part(Settings):
@@ -116,6 +117,16 @@ class Defaulted(Settings):
 def test_an_unknown_setting_lists_those_that_have_a_default():
     with pytest.raises(ValueError, match=r"There is no setting weight: there are name, scale\.$"):
         read(Defaulted, {"name": "a", "weight": 1})
+
+
+@pytest.mark.parametrize(("key", "meant"), [
+    ("bs", "batch_size"), ("evaluate.bs", "evaluate.batch_size"), ("optimizer.wd", "optimizer.weight_decay"),
+    ("learning_rate", "optimizer.lr"), ("evaluate.seeds", "evaluate.seed"), ("ema_decay", "ema.decay"),
+    ("batch_sise", "batch_size"), ("weight_decay", "optimizer.weight_decay"),
+    ("model.x", None), ("evaluate.n", None), ("samples.s", None),
+])
+def test_the_key_that_is_meant_is_another_setting_or_its_abbreviation_and_never_the_group(key, meant):
+    assert schema.nearest(key, schema.declared_keys(TrainSettings)) == meant
 
 
 def test_what_is_allowed_is_read():
