@@ -210,8 +210,8 @@ def mistake(error: Exception) -> str | None:
 def with_own_settings(sentence: str, config_name: str, declared: type[Settings]) -> str:
     """Renames the settings in an error to this command's own: autoencoder= is data.autoencoder= in training.
 
-    A key is rewritten if the command lacks it and has exactly one nested key of that name. Examples of other commands
-    keep their settings.
+    A key is rewritten if the command lacks it and has exactly one nested key of that name. Paths such as runs/b2-lr=1
+    and examples of other commands are kept.
     """
     known = [key for key in declared_keys(declared) if not key.startswith(("published.", "study."))]
     top = {key for key in known if "." not in key} | {*group_defaults(config_name)}
@@ -220,7 +220,7 @@ def with_own_settings(sentence: str, config_name: str, declared: type[Settings])
         nested = [key for key in known if key.rpartition(".")[2] == found[1]]
         return f"{nested[0]}=" if found[1] and found[1] not in top and len(nested) == 1 else found[0]
 
-    return re.sub(r"\S+\.py(?: (?:-\S+|\S+=\S*|…))*|(?<![\w.+])([A-Za-z_]\w*)=", spell, sentence)
+    return re.sub(r"\S+\.py(?: (?:-\S+|\S+=\S*|…))*|(?<![\w.+/=-])([A-Za-z_]\w*)=", spell, sentence)
 
 
 # The settings of all commands that save memory.

@@ -70,8 +70,8 @@ class Votes:
     """Lets ranks that make the same calls agree on a signal that one of them received.
 
     They reduce their requests about every SECONDS and read the result one vote later, so that no call waits for a GPU.
-    They also agree on the number of calls between votes. If one call takes that long, they wait for the device and read
-    the result at once, as a launcher only waits for a few such calls.
+    They also agree on the number of calls between votes. If a call takes SECONDS or more, they wait for the device
+    and read the result at once, as a launcher only waits for a few such calls.
     """
 
     SECONDS = 2.0       # launchers give a run 30 s between SIGTERM and SIGKILL

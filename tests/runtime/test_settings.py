@@ -362,5 +362,6 @@ def test_an_error_names_settings_as_the_command_has_them():
         assert not re.search(r"(?<![\w.])(autoencoder|features|features_weights|sha256|metrics)=", spelt), spelt
     assert with_own_settings("set autoencoder=path, and seed=1", *fid) == "set autoencoder=path, and seed=1"
     assert with_own_settings("set autoencoder=path, and seed=1", *train) == "set data.autoencoder=path, and seed=1"
-    command = "python scripts/prepare_latents.py source=x autoencoder=identity"
-    assert with_own_settings(f"Prepare it: {command}", *train) == f"Prepare it: {command}"
+    for text in ("Prepare it: python scripts/prepare_latents.py source=x autoencoder=identity",
+                 "runs/lr=1e-4 has no checkpoint", "runs/b2-lr=1e-4 has no checkpoint", "name=lr=1e-4 is taken"):
+        assert with_own_settings(text, *train) == text
