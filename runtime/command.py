@@ -137,7 +137,7 @@ class LenientStream:
             number = self.stream.fileno()
             os.dup2(os.open(os.devnull, os.O_WRONLY), number)  # takes all later output, also at exit
             if number == 1:
-                print(f"Nobody reads stdout any more ({error.strerror}): the command continues.", file=sys.stderr)
+                print(f"stdout can no longer be written ({error.strerror}): the command continues.", file=sys.stderr)
         return len(text)
 
 
