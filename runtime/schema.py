@@ -181,10 +181,10 @@ def nearest(key: str, known: Sequence[str]) -> str | None:
     return meant[0] if meant else None
 
 
-def unknown(what: str, key: str, known: Sequence[str], remedy: str) -> str:
-    """Writes that something does not exist, and suggests one of the `known`, or else the remedy."""
+def unknown(key: str, known: Sequence[str], remedy: str) -> str:
+    """Writes that a setting does not exist, and suggests one of the `known`, or else the remedy."""
     near = nearest(key, known)
-    return f"There is no {what}: {f'did you mean {near}?' if near else remedy}"
+    return f"There is no setting {key}: {f'did you mean {near}?' if near else remedy}"
 
 
 def leaves(plain: dict, prefix: str = "") -> dict[str, Any]:
@@ -253,7 +253,7 @@ def first_problem(declared: type[BaseModel], plain: Any, errors: list) -> str:
         others += [each.rpartition(".")[2] for each in declared_here if each.rpartition(".")[0] == group]
         known = [other for other in [*plain, *leaves(plain), *declared_here]
                  if other != key and not other.startswith(f"{key}.")]
-        return unknown(f"setting {key}", key, known, f"there are {', '.join(dict.fromkeys(others))}.")
+        return unknown(key, known, f"there are {', '.join(dict.fromkeys(others))}.")
     problems = dict.fromkeys(error["msg"] for error in errors if key_of(error) == key)
     problems = "; or ".join(problems).replace("Input should", "it should").replace("String should", "it should")
     text = as_text(value)

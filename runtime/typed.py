@@ -27,6 +27,7 @@ from runtime.schema import (
     declared_keys,
     first_problem,
     in_quotes,
+    nearest,
     unknown,
     value_at,
 )
@@ -154,12 +155,13 @@ def compose(config_name: str, declared: type[Settings], arguments: list[str]) ->
             if not error.missing_cfg_file or not error.options:
                 raise
             group, _, name = error.missing_cfg_file.rpartition("/")
-            choices = f"There are {', '.join(error.options)}."
-            raise ValueError(unknown(f"{group}={name}", name, error.options, choices)) from None
+            near = nearest(name, error.options)
+            raise ValueError(f"There is no {group}={name}: {f'did you mean {near}? ' if near else ''}There are "
+                             f"{', '.join(error.options)}.") from None
         except ConfigCompositionException as error:
             if not (found := re.search(r"Could not override '([^']+)'", str(error))):
                 raise
-            raise ValueError(unknown(f"setting {found[1]}", found[1], [*groups, *declared_keys(declared)],
+            raise ValueError(unknown(found[1], [*groups, *declared_keys(declared)],
                                      f"configs/{config_name}.yaml names all.")) from None
         except TypeError:  # Hydra raises it for a group with a list of dicts
             raise ValueError("A setting that takes a name of configs/ was given a list: write routes=balanced, say, "

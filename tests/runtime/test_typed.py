@@ -194,7 +194,8 @@ def test_a_mistake_in_a_yaml_file_is_a_line_with_its_name_and_place(preset, tmp_
      "There is no setting optimizer.learning_rate: did you mean optimizer.lr?"),
     ("# @package _global_\nstep: 1\n", "There is no setting step: did you mean steps?"),
     ("steps: 3\n", "The file of experiment= has settings of experiment"),
-    ("# @package _global_\ndefaults: [override /model: tred]\n", "There is no model=tred: did you mean tread?"),
+    ("# @package _global_\ndefaults: [override /model: tred]\n",
+     "There is no model=tred: did you mean tread? There are dit, sprint, tread, "),
 ])  # fmt: skip
 def test_a_key_that_a_file_has_wrong_has_a_neighbour(preset, content, words):
     with pytest.raises(ValueError) as error:
