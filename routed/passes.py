@@ -141,19 +141,17 @@ class Block:
 
 
 class Stay:
-    """The tokens that are kept on one route in one pass; a function in `along` receives it with a block's argument.
+    """The kept tokens during a call of a block on a route; a function in `along` receives it with a block's argument.
 
     `ids` (B, K) index the kept tokens among those that may be routed, and `away` holds all tokens before the route's
     start. `length` counts the tokens of the block's stream, including routed ones, and `gone` counts the routed ones.
     `given` holds the block's arguments, by name or position, before tokens are removed.
     """
 
-    def __init__(self, run: "Pass", ids: Tensor, away: Tensor):
-        self.run, self.ids, self.away = run, ids, away
-        # Pairs (length of a sequence, positions of the kept tokens). In a dict the length would be compiled in.
-        self.index: list[tuple[int, Tensor]] = []
-        # For an argument's name and a list of blocks: its latest value, that value's version, and what is kept of it.
-        self.along: dict[tuple[str, str], tuple[Any, int, Any]] = {}
+    def __init__(self, run: "Pass"):
+        r = run.block.r
+        self.run, self.ids, self.away, self.index, self.along = (
+            run, run.ids_keep[r], run.away[r], run.index[r], run.along[r])
 
     length = property(lambda self: self.run.stream)
     gone = property(lambda self: self.run.free - self.ids.shape[1])
@@ -198,7 +196,8 @@ class Stay:
         source, seen, result = self.along.get(key, (None, 0, None))
         if source is not value or seen != version:
             result = axis(value, self) if callable(axis) else self.rows(value, axis, name)
-            if not getattr(value, "requires_grad", False):  # a recomputation must record the same operations
+            # A recomputation must record the same operations, and a stored function could refer to its own pass.
+            if not getattr(value, "requires_grad", False) and not callable(result):
                 self.along[key] = value, version, result
         return result
 
@@ -251,8 +250,13 @@ class Pass:
         self.text: Any = None if routing.family.free else routing.keep
         self.free = 0
         self.keep_mask: Tensor | None = None    # (B, free) bool: these are kept
-        self.stays: dict[int, Stay] = {}        # by the number of the route
+        # By number of route. In a `Stay`, which refers to this pass, tensors would wait for the garbage collector.
         self.ids_keep: list[Tensor | None] = [None] * len(routing.routes)
+        self.away: dict[int, Tensor | None] = {}
+        # Pairs (length of a sequence, positions of the kept tokens). In a dict the length would be compiled in.
+        self.index: dict[int, list[tuple[int, Tensor]]] = {}
+        # For an argument's name and a list of blocks: its latest value, that value's version, and what is kept of it.
+        self.along: dict[int, dict[tuple[str, str], tuple[Any, int, Any]]] = {}
         self.between = False                    # true after a block of a route, until the next one
         self.block: Block | None = None         # the current one, and its arguments
         self.given: dict[str | int, Any] = {}
@@ -330,7 +334,8 @@ class Pass:
             raise ValueError(f"{block}: {block.tokens} is {found}, but tokens (B, N, D) are routed: name their "
                              f"argument by family=Family((Blocks(path, tokens=),)).")
         has_all = block.starts or block.spec.whole      # its tokens are not reduced yet
-        self.measure(x.shape[1] + (0 if has_all else self.stays[block.r].gone), given.get(block.front) or 0)
+        gone = 0 if has_all else self.free - self.ids_keep[block.r].shape[1]
+        self.measure(x.shape[1] + gone, given.get(block.front) or 0)
         if trials:
             trials.compare(self, x)
             trials.check_batch(block, x)
@@ -338,7 +343,7 @@ class Pass:
             self.sample_mask(x)
             if routing.own:
                 self.check_named(given, x)
-        stay, self.given = self.stays[block.r], given
+        stay, self.given = Stay(self), given
         if trials:
             trials.try_block(stay, given, with_arguments)
         if has_all:
@@ -376,8 +381,8 @@ class Pass:
         ratio, noise = self.forced(x, None if noise is None else noise[:, block.r])
         free = routing.router.start_route(x.detach(), self.places(x, length))
         ids = routing.router.get_mask(free, ratio, noise)
-        if block.r not in self.stays:           # a recomputation samples only to keep dropout's random numbers
-            self.stays[block.r], self.ids_keep[block.r] = Stay(self, ids, x), ids
+        if self.ids_keep[block.r] is None:      # a recomputation samples only to keep dropout's random numbers
+            self.ids_keep[block.r], self.away[block.r], self.index[block.r], self.along[block.r] = ids, x, [], {}
 
     def forced(self, x: Tensor, noise: Tensor | None) -> tuple[float | Fraction, Tensor | None]:
         """Returns the ratio and the noise that keep the tokens of keep_mask; with grow, too many lower the ratio."""
@@ -425,7 +430,7 @@ class Pass:
     def leave(self, tokens: Tensor, output: Any, recomputable: bool) -> tuple[Any, Tensor]:
         """Returns the output of a block that got `tokens`, and the tokens in it; at a route's end, all tokens."""
         block, spec, several = self.block, self.block.spec, isinstance(output, tuple | list)
-        stay, x = self.stays[block.r], output[spec.out] if several else output
+        x = output[spec.out] if several else output
         streams = [part for part in output if isinstance(part, Tensor) and part.ndim == 3] if several else []
         is_ambiguous = len(streams) > 1 and self.routing.own and block.text is None
         if is_ambiguous or not isinstance(x, Tensor) or x.shape[:2] != tokens.shape[:2]:
@@ -436,10 +441,10 @@ class Pass:
         self.between = not block.ends
         if not (block.ends or spec.whole):
             return output, x
-        x = stay.rejoin(x)
+        x = Stay(self).rejoin(x)
         if block.ends:                      # detached, because its graph refers to this pass
-            stay.away = stay.away.detach() if recomputable or spec.whole else None
-            stay.along.clear()
+            self.away[block.r] = self.away[block.r].detach() if recomputable or spec.whole else None
+            self.along[block.r].clear()
         return type(output)([*output[:spec.out], x, *output[spec.out + 1:]]) if several else x, x
 
 
@@ -596,8 +601,7 @@ class Routing:
         """Ends the latest pass; one that failed detaches its routed tokens, whose graph would hold them for ever."""
         if self.latest is not None:
             self.latest.given = {}
-            for stay in self.latest.stays.values():
-                stay.away = None if stay.away is None else stay.away.detach()
+            self.latest.away = {r: away if away is None else away.detach() for r, away in self.latest.away.items()}
         self.latest = None
 
 

@@ -38,7 +38,7 @@ class Trials:
     def __init__(self, tried: set, ordered: bool = False):
         self.tried, self.ordered, self.rows = tried, ordered, []
         self.batches: set[int] = set()      # possible batch sizes in the network's arguments
-        self.left: tuple[int, Tensor] | None = None     # the latest block, and the tokens that it returned
+        self.left: tuple[Any, Tensor] | None = None     # the latest block, and the tokens that it returned
 
     def read_call(self, given: Any) -> None:
         self.batches, self.left = {*lengths_of(given)}, None

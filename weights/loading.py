@@ -176,7 +176,7 @@ class Trained:
 
     @property
     def inferred(self) -> str | None:
-        """Two sentences on how weights without a record were interpreted; None if there is a record."""
+        """A message on how weights without a record were interpreted; None if there is a record."""
         if self.family is None:
             return None
         labels = "" if self.net.null_label else f" no null label (num_classes={self.net.num_classes}),"

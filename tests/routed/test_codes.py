@@ -4,6 +4,8 @@ tokens.
 The codes themselves are run by `tests/rigs/test_original_codes.py`.
 """
 
+import gc
+import weakref
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -428,6 +430,24 @@ def test_a_network_like_an_original_code_is_routed_as_if_it_were_fed_fewer_token
     expected = gradients(net)
     assert found.keys() == expected.keys()
     assert all(torch.allclose(found[key], expected[key], atol=1e-4) for key in found)
+
+
+@pytest.mark.parametrize("name", ["SiT", "Flux", "LightningDiT"])
+def test_a_recomputed_pass_frees_its_tokens_with_its_graph(name):
+    """The garbage collector would free them too, but after many steps."""
+    net = NETWORKS[name]()
+    gc.collect()
+    gc.disable()
+    try:
+        with routed(net, [Route(0, -1, 0.75)]):
+            out = checkpoint(called, net, torch.randn(BATCH, N, D), torch.arange(N), use_reentrant=False)
+            seen = weakref.ref(vars(net)["forward"].routing.latest)
+        assert seen() is not None
+        out.sum().backward()
+        del out
+        assert seen() is None
+    finally:
+        gc.enable()
 
 
 def test_the_small_networks_are_of_known_implementations():
