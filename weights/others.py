@@ -75,7 +75,7 @@ def read_weights(path: Path, weights: str | None = None) -> Weights:
 WEIGHTS = re.compile(r".+\.(safetensors|bin|pt|pth|ckpt)(\.index(\.\w+)?\.json)?")
 INDEX = re.compile(r"\.index(\.\w+)?\.json$")  # lists shards; diffusers puts a variant such as fp16 in the middle
 SHARD = re.compile(r"-\d{5}-of-(?!00001)\d{5}(?=\.)")
-NO_WEIGHTS = re.compile(r"(opt|scheduler|sampler|scaler|random_states|rng_state|training|vae|latents_stats|"
+NO_WEIGHTS = re.compile(r"(opt|scheduler|sampler|scaler|random_states|rng_state|dl_state|training|vae|latents_stats|"
                         r".*optim_states)", re.I)
 CUSTOM = "custom_checkpoint_*.pkl"  # accelerate's save_state writes registered objects here, such as an average
 ZERO = re.compile(r"(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt")  # a rank's part, DeepSpeed stage 3

@@ -515,7 +515,7 @@ def test_the_average_in_a_folder_of_accelerate_is_used(name, custom, tmp_path):
     ema, raw = two()
     save_file(raw, tmp_path / name) if name.endswith("safetensors") else torch.save(raw, tmp_path / name)
     for other, content in (("optimizer.bin", {"state": {0: {"exp_avg": torch.ones(3)}}}),
-                           ("custom_checkpoint_0.pkl", {"last_epoch": 3})):
+                           ("dl_state_dict.bin", {"_num_yielded": 3}), ("custom_checkpoint_0.pkl", {"last_epoch": 3})):
         torch.save(content, tmp_path / other)
     assert_loaded(tmp_path, raw, "the only weights in it")
     torch.save(custom(ema), tmp_path / "custom_checkpoint_1.pkl")
