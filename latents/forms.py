@@ -356,9 +356,8 @@ def recognize(source: str) -> tuple[str, str]:
     if found := find_form(source):
         return found
     known = "; ".join(f"{format}: {form.whose}" for format, form in FORMS.items())
-    raise ValueError(f"source={source} {'has none of these formats' if Path(source).exists() else 'does not exist'} "
-                     f"({known}). docs/interop.md describes each. Convert any other as examples/write_latents.py does. "
-                     f"For images use scripts/prepare_latents.py.")
+    raise ValueError(f"source={source} has none of these formats ({known}). docs/interop.md describes each. Convert "
+                     f"any other as examples/write_latents.py does. For images use scripts/prepare_latents.py.")
 
 
 def find_form(source: str) -> tuple[str, str] | None:

@@ -227,7 +227,7 @@ def features_of(shard: Parquet | Arrow) -> dict[str, dict]:
         features = info.get("features") or {}
         return {name: feature if isinstance(feature, dict) else {"_type": "List", "feature": feature[0]}
                 for name, feature in features.items()}
-    except (ValueError, KeyError, TypeError, AttributeError):  # written by another version or program
+    except (ValueError, LookupError, TypeError, AttributeError):  # written by another version or program
         return {}
 
 

@@ -31,8 +31,9 @@ Pairs = list[tuple[str, str | None]]  # (name as written in the file, its label 
 
 def check_labels(labels: np.ndarray, num_classes: int, where: str | Path, remedy: str) -> None:
     """Raises ValueError, ending in `remedy`, for a label that is not an integer in 0..num_classes - 1."""
-    if labels.dtype.kind not in "iu":
-        raise ValueError(f"{where} has labels of type {labels.dtype}, not integers: {remedy}.")
+    if labels.dtype.kind not in "iu" or labels.ndim != 1:
+        raise ValueError(f"{where} has labels of type {labels.dtype} and shape {labels.shape}, not one integer each: "
+                         f"{remedy}.")
     low, high = labels.min(initial=0), labels.max(initial=0)
     if low < 0 or high >= num_classes:
         bad = low if low < 0 else high

@@ -60,13 +60,13 @@ def is_finished(out: Path, settings: dict, is_main: bool = True) -> bool:
 def write_folder(
     out: Path, settings: dict, metadata: dict, row_shape: tuple[int, ...], num_items: int, *, shard_size: int,
     batch_size: int, read: Callable[[range], Any], encode: Callable[[Any], tuple[dict[str, np.ndarray], list]],
-    state: PartialState, threads: int = 1, left_out: Sequence[tuple[str, str]] = (),
+    state: PartialState, threads: int = 1, left_out: Sequence[tuple[str, str]] = (), when_full: str = "",
 ) -> None:
     """Writes the missing shards of `out` over all ranks, then metadata.json. `settings` are kept in preparing.json.
 
     `read(items)` runs in threads and reads up to `batch_size` items of one shard. `encode` turns its result into a
     batch (see `write_shard`). `left_out` lists (name, reason) for files that are not among the items. Raises ValueError
-    if the disk is too full, or if another process is writing to `out`.
+    if the disk is too full, with the advice `when_full`, or if another process is writing to `out`.
     """
     started, is_main, types = time.monotonic(), state.is_main_process, row_types(metadata, row_shape)
     shards = [range(start, min(start + shard_size, num_items)) for start in range(0, num_items, shard_size)]
@@ -75,8 +75,7 @@ def write_folder(
     row_bytes = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in types.values())
     state.print(f"{', '.join(types)}: {row_bytes:,} bytes per image, {row_bytes * num_items / 1e9:,.3g} GB in all")
     require_room(out, sum(len(shards[shard]) for shard in todo) * row_bytes,
-                 "choose another disk with out=. kind=sample and mirror=false each take half the space, and "
-                 "images=true takes less than a teacher's tokens.")
+                 f"choose another disk with out=.{when_full}")
     state.wait_for_everyone()  # all ranks read `out` before any of them writes there
 
     jobs = [(shard, shards[shard][start : start + batch_size])

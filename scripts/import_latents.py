@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from latents.folder import KINDS, check_kind
 from latents.forms import FORMS, Form, Stored, convert, open_stored, recognize
 from latents.labels import MAX_CLASSES, check_labels
-from latents.listing import spread
+from latents.listing import find_tars, spread
 from latents.writer import is_finished, write_folder
 from runtime.command import command
 from runtime.device import join_ranks
@@ -81,6 +81,8 @@ def finite(rows: torch.Tensor, source: str, first: int) -> torch.Tensor:
 def main(cfg: ImportSettings) -> None:
     """Writes `source` to `out` as a latent folder. Raises ValueError for a bad source."""
     state, out, format = join_ranks(cpu=True, tf32=True, timeout=timedelta(days=7)), Path(cfg.out), cfg.format
+    if not Path(cfg.source).exists() and not find_tars(cfg.source):
+        raise ValueError(f"source={cfg.source} does not exist (looked from {Path.cwd()}).")
     if format == "auto":
         format, why = recognize(cfg.source)
         state.print(f"{cfg.source}: read with format={format} ({FORMS[format].whose}), because {why}.")

@@ -132,16 +132,17 @@ def display_names(
     archive, and in the folders above it, as far up as in Kaggle's zip. Returns None if there are none. A class
     that is not in the file keeps its name. Raises ValueError if `words` names none of the classes.
     """
-    contents = [] if words is None else [Path(words).read_bytes()]
+    contents = [] if words is None else [(f"words={words}", Path(words).read_bytes())]
     if words is None and all(re.fullmatch(r"n\d{8}", name) for name in class_names):
         files = listing and (listing.archive or listing)
-        contents = [files.read(i) for i, name in enumerate(files.names if files else [])
+        contents = [(files.shown[i], files.read(i)) for i, name in enumerate(files.names if files else [])
                     if name.rpartition("/")[2] in WORDS]
         folders = dict.fromkeys(folder for place in (Path(source).absolute(), Path(source).resolve())
                                 for folder in (place, *place.parents[:5]))
-        contents += [(folder / name).read_bytes() for folder in folders for name in WORDS if (folder / name).is_file()]
-    for content in contents:
-        lines = decode_text(content, f"words={words}").splitlines()
+        contents += [(str(folder / name), (folder / name).read_bytes()) for folder in folders for name in WORDS
+                     if (folder / name).is_file()]
+    for where, content in contents:
+        lines = decode_text(content, where).splitlines()
         pairs = [line.split("\t" if "\t" in line else None, 1) for line in lines]
         display = {pair[0]: pair[1].split(",")[0].strip() for pair in pairs if len(pair) == 2}
         if not display.keys().isdisjoint(class_names):
@@ -248,7 +249,8 @@ def main(cfg: PrepareSettings, cli_overrides: Mapping[str, str]) -> None:
     write_folder(out, settings, metadata, (vae.channels * (2 if kind == "moments" else 1), side, side), len(source),
                  shard_size=cfg.shard_size, batch_size=cfg.batch_size, threads=cfg.num_workers, state=state,
                  read=lambda indices: decode_batch(source, indices, resolution), encode=encode,
-                 left_out=source.left_out)
+                 left_out=source.left_out, when_full=" kind=sample and mirror=false each take half the space, and "
+                 "images=true takes less than a teacher's tokens.")
 
 
 if __name__ == "__main__":

@@ -357,6 +357,12 @@ def test_class_names_may_stand_beside_the_file(tmp_path):
     assert open_source(folder).class_names == PETS
 
 
+@pytest.mark.parametrize("metadata", ['{"info": {"features": {"image": []}}}', "[]", "no JSON"])
+def test_metadata_of_another_program_is_ignored(metadata, tmp_path):
+    shard = pets([2, 0]).replace_schema_metadata({"huggingface": metadata})
+    assert open_source(write(tmp_path / "x.parquet", shard)).class_names == ["0", "1", "2"]
+
+
 TEXT = ["dog", "cat", "dog", None]
 
 

@@ -400,14 +400,19 @@ REFUSED = [  # what was brought, settings, words
     # which form
     (made(write_repa, without_vae_sd), {}, "both REPA and EDM2 write"),
     (made(write_edm2), {}, "both REPA and EDM2 write: set format=repa"),
-    (lambda root: root, {}, "has none of these formats"), (lambda root: root / "absent", {}, "does not exist"),
+    (lambda root: root, {}, "has none of these formats"),
+    (lambda root: root / "absent", {}, "does not exist (looked from"),
+    (lambda root: root / "absent", {"format": "fastdit"}, "absent does not exist"),
+    (lambda root: root / "{0..1}.tar", {"format": "tread"}, "1}.tar does not exist"),
     (lambda root: (root / "n01").mkdir() or root, {}, "Convert any other as examples/write_latents.py"),  # LTH14/mar#52
     (made(write_fastdit, put("metadata.json", "{}")), {}, "latent folder already"),
     (made(write_fastdit, lambda source: (source / "vae-in").mkdir()), {}, "could be fastdit (imagenet256_features"),
     (made(write_tread, with_validation), {}, "with and without train in their names"),
     # listed arrays; NVlabs/stylegan3#189, NVlabs/stylegan2-ada-pytorch#147
     (no_arrays, {"format": "repa"}, "no .npy files of latents"),
-    (made(write_repa, relabel(lambda _, label: [float(label == c) for c in range(3)])), {}, "labels of type float64"),
+    (made(write_repa, relabel(lambda _, label: [float(label == c) for c in range(3)])), {},
+     "labels of type float64 and shape (12, 3), not one integer each"),
+    (made(write_repa, relabel(lambda _, label: [int(label == c) for c in range(3)])), {}, "labels of type int64 and"),
     (made(write_repa, put(LAST, npy(moments()[0, :4]))), {}, "shape (4, 8, 8), but 00000/img-mean-std-"),
     (made(write_repa, each(LISTED, lambda z: z[:6])), {},
      "arrays of shape (6, 8, 8), but REPA's vae-sd has (8, R, R)"),
@@ -417,7 +422,7 @@ REFUSED = [  # what was brought, settings, words
     (made(write_repa, each(LISTED, lambda z: -z)), {}, "a standard deviation is never negative"),
     (made(write_repa, each(LISTED, lambda z: z * 50)), {}, "root mean square is"),
     (made(write_repa, only(3, 1_700_000_000)), {}, "label 1700000000 (row 3), outside 0..999999"),
-    (made(write_repa, only(3, -9)), {}, "label -9 (row 3)"), (made(write_repa, only(3, "cat")), {}, "integers"),
+    (made(write_repa, only(3, -9)), {}, "label -9 (row 3)"), (made(write_repa, only(3, "cat")), {}, "integer each"),
     (made(write_repa, gone(LAST)), {}, "labelled but missing"), (made(write_repa, gone(JSON)), {}, "dataset.json"),
     (made(write_repa, put("vae-sd/00000/more.npy", npy(moments()[0]))), {}, "not labelled"),
     (made(write_repa, flip_a_bit, zipped=True), {"format": "repa"}, "Bad CRC-32"),
@@ -505,6 +510,13 @@ def test_the_lines_that_rewrite_pickles_one_trusts_make_tars_that_are_read(tmp_p
     exec(compile(code, "docs/interop.md", "exec"), {})
     arrays = import_latents("rewritten", tmp_path / "out", kind="moments")[1]
     same_bits(arrays["latents"][:, :4], values[:, :4] * SCALE)
+
+
+def test_a_full_disk_names_no_setting_that_only_images_have(tmp_path, monkeypatch):
+    source, _ = write_fastdit(tmp_path)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=100))
+    with pytest.raises(ValueError, match=r"has 0.0001 MB free: choose another disk with out=\.$"):
+        import_latents(source, tmp_path / "out")
 
 
 # ---- resuming, the command, training --------------------------------------------------------------------------------

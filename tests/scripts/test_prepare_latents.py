@@ -265,6 +265,8 @@ def test_a_file_of_words_may_have_any_classes_only_if_it_is_named(tmp_path):
     names = ["cat", "dog", "emu"]
     assert script.display_names(names, str(tmp_path / "words.txt"), "pets") == ["Felis catus", "dog", "großer Emu"]
     assert script.display_names(names, None, str(tmp_path)) is None
+    (tmp_path / "words.txt").write_bytes("n01440764\tgroßer Fisch\n".encode("latin-1"))
+    refused(lambda: script.display_names(["n01440764"], None, str(tmp_path)), f"{tmp_path}/words.txt is not text")
 
 
 # ---- what is noticed first ------------------------------------------------------------------------------------------
@@ -274,7 +276,7 @@ def test_what_cannot_work_is_refused_before_anything_is_written(pets, vae_folder
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10_000))
     for settings, words in (
             ({"resolution": 30, "autoencoder": vae_folder}, "resolution=30 is not divisible by 8"),
-            ({}, "needs 0.0615 MB more, but its disk has 0.01 MB free: choose another disk"),
+            ({}, "needs 0.0615 MB more, but its disk has 0.01 MB free: choose another disk with out=. kind="),
             ({"teacher": pooled, "patch_size": 8}, "needs 0.0625 MB more"),  # of 10 images, 16 · 3 numbers each
             ({"images": True}, "needs 0.0922 MB more"),
             ({"teacher": pooled, "patch_size": 4}, "makes 16 tokens per image, but the network's grid has 8 × 8"),
