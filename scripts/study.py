@@ -458,8 +458,7 @@ def score_of(row: dict, results: Path) -> dict:
 
 def recorded(cfg: StudySettings) -> list[RecordedStudy]:
     """Reads what was recorded before: this study's own study.json, then those of `rows`, from other machines."""
-    own, runs = Path(cfg.out) / "study.json", {(run.variant, run.seed): run for run in runs_of(cfg)}
-    studies = []
+    own, studies = Path(cfg.out) / "study.json", []
     for path in ([own] if own.is_file() else []) + [Path(path) for path in cfg.rows]:
         studies.append(read_record(RecordedStudy, path, "Move it away, or take it out of rows."))
         if studies[-1].name != cfg.study.name:
@@ -467,7 +466,8 @@ def recorded(cfg: StudySettings) -> list[RecordedStudy]:
                              f"out of rows, or set out=<another>.")
         with as_recorded(path):
             for old in studies[-1].runs:
-                if run := runs.get((old["variant"], old["seed"])):
+                if old["variant"] in cfg.study.variants:  # its seed is compared, whether or not the study lists it
+                    run = run_of(cfg, old["variant"], old["seed"])
                     refuse_foreign(run, path, settings_of(old.get("train", [])), old["step"])
     return studies
 

@@ -206,8 +206,8 @@ def test_the_more_complete_of_two_records_of_a_run_is_kept(tmp_path):
 
 @pytest.mark.parametrize(("changed", "says"), [
     ({"name": "big"}, "is of the study big, and this one is tiny"), ({"runs": 5}, "runs=5: it should be a valid list"),
-    ({"runs": [{"variant": "dit", "seed": 0, "step": 4, "steps": 4, "scores": [], "train": ["model.depth=9"]}]},
-     "model.depth=9 there, model.depth=6 in this study")])
+    *(({"runs": [{"variant": "dit", "seed": seed, "step": 4, "steps": 4, "scores": [], "train": ["model.depth=9"]}]},
+       f"another dit, seed {seed}: model.depth=9 there, model.depth=6 in this study") for seed in (0, 7))])
 def test_rows_that_are_not_of_this_study_raise_a_one_line_error(tmp_path, changed, says):
     path = recorded(tmp_path / "rows.json", **changed)
     with pytest.raises(ValueError, match=says):
