@@ -84,7 +84,7 @@ def without_head(trained: Trained) -> Trained:
     print("The head of guidance=internal is left out: to=hub keeps it.")
     state = {key: value for key, value in trained.net.state_dict().items() if not key.startswith("internal_head.")}
     net = fit(state, network, trained.checkpoint.file).eval()
-    net.null_label = trained.net.null_label  # which may be there and untrained
+    net.null_label = trained.net.null_label  # False if its row exists but was never trained
     return replace(trained, net=net, recorded={**trained.recorded, "network": network})
 
 
@@ -151,12 +151,12 @@ def command_to_sample(trained: Trained, out: Path) -> str:
     lost = [f"{key}={value}" for key, value in recorded.items() if usual.get(key, value) != value]
     if trained.convention not in (None, autoencoders.own_convention(trained.autoencoder)):
         convention = ", ".join(f"{key}={value}" for key, value in trained.convention.record().items())
-        lost.append(f"the convention of its latents ({convention}), and is decoded by the autoencoder's own")
+        lost.append(f"the convention of its latents ({convention}; the autoencoder's own is used)")
     if trained.recorded["network"].get("null_label") is False:
         heads = f"{heads} num_classes={trained.net.num_classes}"
     elif not trained.net.null_label:
-        lost.append("that its null label was never trained, so leave guidance by the label out")
-    own = f"\nIt cannot be given {', '.join(lost)}: keep the run to draw exactly as it does." if lost else ""
+        lost.append("that its null label was never trained (do not use guidance by the label)")
+    own = f"\nThe command cannot express {', '.join(lost)}: keep the run to sample exactly as it does." if lost else ""
     return (f"The file holds only tensors (docs/interop.md). Here: python sample.py {as_argument('checkpoint', out)} "
             f"diffusion_name={name} num_heads={heads} {as_argument('autoencoder', trained.autoencoder)}{own}")
 
@@ -227,7 +227,7 @@ def model_card(trained: Trained, cfg: ExportSettings, name: str, rows: list[dict
         "Route in training (TREAD, arXiv 2501.04765)": routes or "none",
         "Step, weights": f"{'unknown' if trained.step is None else f'{trained.step:,}'}, {trained.weights}",
     }
-    scores = table_of_scores(rows) + "\n\nAll that each number depends on: `scores.jsonl`, a line each." if rows else (
+    scores = table_of_scores(rows) + "\n\n`scores.jsonl` records everything that each number depends on." if rows else (
         "These weights have not been scored.")
     grid = "![one row a class](grid.png)" if has_grid else "There is no grid yet: `python sample.py` makes one."
     head = yaml.safe_dump({"license": cfg.license, "pipeline_tag": "unconditional-image-generation",
@@ -261,7 +261,7 @@ python fid.py {as_argument('checkpoint', name)} reference=<statistics>.npz num_s
 
 ## Licence
 
-Of the weights: {cfg.license}.
+Licence of the weights: {cfg.license}.
 """
 
 

@@ -365,7 +365,7 @@ def test_the_pt_holds_tensors_under_the_names_of_facebookresearch(tmp_path, caps
                           drawn(run, tmp_path / "2.npz", "num_steps=2"))
     exported(save_run(tmp_path / "other", EDM, in_channels=3), "dit", tmp_path / "y.pt")
     said = capsys.readouterr().out
-    assert "cannot be given P_mean=-1.0, sigma_data=0.4" in said and "convention" not in said
+    assert "cannot express P_mean=-1.0, sigma_data=0.4: keep" in said and "convention" not in said
 
 
 @pytest.mark.parametrize(("convention", "is_lost"), [
@@ -373,7 +373,7 @@ def test_the_pt_holds_tensors_under_the_names_of_facebookresearch(tmp_path, caps
 def test_the_pt_says_that_a_convention_of_the_latents_is_lost(convention, is_lost, vae, tmp_path, capsys):
     exported(save_run(tmp_path / "run", {"name": "edm"}, vae, convention), "dit", tmp_path / "x.pt")
     printed = capsys.readouterr().out
-    assert ("cannot be given the convention of its latents (scale=2.0, shift=0.1)" in printed) == is_lost
+    assert ("cannot express the convention of its latents (scale=2.0, shift=0.1;" in printed) == is_lost
 
 
 def test_the_pt_says_that_a_null_label_was_never_trained(tmp_path, capsys):
