@@ -24,7 +24,7 @@ LABEL_HEADS = ("label", "class", "labels", "target", "category", "classname", "l
                "classid", "labelid", "categoryid", "breed", "species", "synset", "wnid")
 NO_CLASSES = {"text", "caption", "captions", "prompt", "description", "partition", "split", "subset", "set", "fold"}
 BOXES = re.compile(r"(\S+)(\s+-?[\d.]+){4}(\s+\S+(\s+-?[\d.]+){4})*")  # ImageNet on Kaggle: class, box, class, box …
-INTEGER, NUMBER = re.compile(r"-?\d+(\.0*)?"), re.compile(r"-?\d+(\.\d*)?")
+INTEGER, NUMBER = re.compile(r"-?\d{1,18}(\.0*)?"), re.compile(r"-?\d+(\.\d*)?")  # int64 holds 18 digits
 
 Pairs = list[tuple[str, str | None]]  # (name as written in the file, its label or None)
 
@@ -60,8 +60,8 @@ def number_classes(classes: Sequence[str], where: str, remedy: str, extra_labels
     if {*distinct, *extra_labels} == {"-1", "1"}:  # no and yes
         return np.array([label == "1" for label in classes], dtype=np.int64), ["-1", "1"]
     if distinct and all(map(NUMBER.fullmatch, distinct)):
-        if fractions := [text for text in distinct if not INTEGER.fullmatch(text)]:
-            raise ValueError(f"{where} has labels such as {fractions[0]}, which is not a class: {remedy}.")
+        if invalid := [text for text in distinct if not INTEGER.fullmatch(text)]:
+            raise ValueError(f"{where} has labels such as {invalid[0]}, which is not a class: {remedy}.")
         number = {text: int(text.partition(".")[0]) for text in {*distinct, *filter(INTEGER.fullmatch, extra_labels)}}
         every = np.array([*number.values()], dtype=np.int64)
         labels = np.array([number[text] for text in classes], dtype=np.int64)

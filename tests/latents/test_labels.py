@@ -250,6 +250,7 @@ def test_a_name_in_several_folders_needs_its_folder_and_of_two_label_columns_one
 
 @pytest.mark.parametrize(("content", "words"), [
     ("{", "is not JSON"), ('{"0.png": 0.5, "1.png": 1}', "0.5"), ('{"0.png": [1, 1]}', "one class"),
+    ('{"0.png": 0, "1.png": 18446744073709551616}', "18446744073709551616, which is not a class"),  # of an id, say
     ('[["0.png", "a"], ["0.png", "b"]]', "two labels"), ('{"ant": 0}', "labels none of the 2 images"),
     (json.dumps(COCO | {"images": [{"id": "x", "file_name": "train/0.png"}],
                         "annotations": [{"image_id": "x", "category_id": number} for number in (3, 7)]}),
