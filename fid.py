@@ -9,7 +9,7 @@
     python fid.py --multirun checkpoint=runs/x reference=… scale=1.5,2 gamma2=0.3,0.5  # each scale with each ratio
 
 Each result is a row of results.jsonl, which records exactly what was measured. Options: configs/fid.yaml and
-configs/drawing.yaml; docs/evaluation.md explains the numbers, and why they may differ from others'.
+configs/sampling.yaml; docs/evaluation.md explains the numbers, and why they may differ from others'.
 """
 
 import time

@@ -6,7 +6,7 @@
 
 `checkpoint` is a run, a checkpoint folder, or a weights file (ours or another project's: docs/interop.md). Each image
 depends only on its seed, so it is the same on any number of ranks and at any batch size. Options:
-configs/sample.yaml and configs/drawing.yaml. `python rf.py` is also here: guided and unguided grids, with costs.
+configs/sample.yaml and configs/sampling.yaml. `python rf.py` is also here: guided and unguided grids, with costs.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,7 +22,7 @@ from runtime.command import command
 from runtime.device import join_ranks
 from runtime.schema import CONFIGS, Location, Selection, as_text, name_of_changes, refuse
 from runtime.typed import read_yaml
-from sampling.generate import DRAWING_VERSION, Batch, gathered, generate, sampling_cost
+from sampling.generate import SAMPLING_VERSION, Batch, gathered, generate, sampling_cost
 from sampling.opening import Sampling, open_sampling
 from sampling.options import (
     GRID_CLASSES,
@@ -61,7 +61,7 @@ def default_grid(cfg: GridSettings, config_name: str, trained: Trained, ending: 
     Its name contains the settings that change the images and are not the command's defaults, so that grids with other
     settings are kept.
     """
-    usual = dict(NO_GUIDANCE) | read_yaml(CONFIGS / "drawing.yaml") | read_yaml(CONFIGS / f"{config_name}.yaml")
+    usual = dict(NO_GUIDANCE) | read_yaml(CONFIGS / "sampling.yaml") | read_yaml(CONFIGS / f"{config_name}.yaml")
     hidden = NOT_IN_NAME | ({*GuidanceSettings.model_fields} if ending == "-unguided" else set())
     ending = f"{name_of_changes(cfg.model_dump(mode='json', exclude=hidden), usual)}{ending}.png"
     checkpoint, path = trained.checkpoint, Path(cfg.checkpoint)
@@ -94,7 +94,7 @@ def name_set(cfg: SampleSettings, sampling: Sampling, seeds: list[int]) -> str:
         "diffusion": trained.recorded["diffusion"], "autoencoder": trained.autoencoder,
         "sampler": {key: str(value) for key, value in sampling.sampler.items()},
         "guidance": sampling.guidance_record, "classes": sampling.classes, "seeds": seeds,
-        "drawing_version": DRAWING_VERSION})
+        "sampling_version": SAMPLING_VERSION})
 
 
 @command("sample", SampleSettings)

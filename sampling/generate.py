@@ -19,7 +19,7 @@ from routing_module import Route
 from runtime.device import DTYPES
 from runtime.notebook import hides_bars
 
-DRAWING_VERSION = 1  # a change of the images of the same seeds increments it: tests/test_versions.py
+SAMPLING_VERSION = 1  # a change of the images of the same seeds increments it: tests/test_versions.py
 
 # Seeds (B,) int64, labels (B,) int64, images (B, H, W, 3) uint8; or latents (B, C, h, w) float32, not decoded.
 Batch = tuple[Tensor, Tensor, Tensor]

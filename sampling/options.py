@@ -98,7 +98,7 @@ class WeightsSettings(Settings):
 
 
 class SamplingSettings(GuidanceSettings, WeightsSettings):
-    """configs/drawing.yaml, which every command that samples has."""
+    """configs/sampling.yaml, which every command that samples has."""
 
     classes: Selection | None
     num_steps: Steps

@@ -75,7 +75,7 @@ def save_image(image: Image.Image, path: Path, record: dict[str, object] | None 
     """Writes a PNG that contains `record` as a line of JSON."""
     info = PngInfo()
     if record is not None:
-        info.add_text("drawn", json.dumps(record))
+        info.add_text("sampling", json.dumps(record))
     with atomic_write(path) as partial:
         image.save(partial, format="PNG", pnginfo=info)
 
@@ -102,7 +102,7 @@ def read_sampling_record(path: Path) -> dict | None:
                 text = archive.comment
         else:
             with Image.open(path, formats=["PNG"]) as image:  # the header only
-                text = image.info.get("drawn", "")
+                text = image.info.get("sampling", "")
         record = json.loads(text)
     except (OSError, ValueError, UnidentifiedImageError, zipfile.BadZipFile):
         return None

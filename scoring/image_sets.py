@@ -33,7 +33,7 @@ from rf import RF
 from runtime import files
 from runtime.notebook import hides_bars
 from sampling.checks import sampler_settings
-from sampling.generate import DRAWING_VERSION, generate, sampling_cost
+from sampling.generate import SAMPLING_VERSION, generate, sampling_cost
 from weights import autoencoders
 
 ARRAYS = (".npz", ".npy")
@@ -304,7 +304,7 @@ class SampledImages(ImageSet):
             "precision": precision,
             "size": None, "seeds": f"{seeds[0]}-{seeds[-1]}",
             "labels": BALANCED, "order": "of the seeds",
-            "drawing_version": DRAWING_VERSION,  # the rest is per image:
+            "sampling_version": SAMPLING_VERSION,  # the rest is per image:
             "evaluations": passes, "multiply_adds": {"linear": linear, "attention": attention},
         }
         super().__init__(len(seeds), record, SAMPLED_RULE, self.sample)

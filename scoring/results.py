@@ -125,7 +125,7 @@ def read_results(path: Path) -> list[dict]:
 
 
 # Facts in a row that change with the code's version.
-CODE_VERSIONS = ("versions", "source.drawing_version", "scoring_version")
+CODE_VERSIONS = ("versions", "source.sampling_version", "scoring_version")
 COMPARED = ("images", "extractor", "reference", "floor", "image_rule", "resolution", "versions", "scoring_version")
 # The path of a file, and the hash of its content.
 PLACES = {"checkpoint": "weights_sha256", "autoencoder": "autoencoder_sha256", "path": "sha256", "weights": "sha256"}

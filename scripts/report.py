@@ -32,7 +32,7 @@ from weights import checkpoint as checkpoints
 AXES = {"step": "steps", "images": "images", "hours": "hours"}
 # What must agree, in a row of results.jsonl or in its source, for two scores to be drawn together.
 CONDITIONS = ("images", "extractor", "reference", "image_rule", "resolution", "seeds", "classes", "labels", "num_steps",
-              "sampler", "precision", "weights", "autoencoder", "drawing_version", "scoring_version")
+              "sampler", "precision", "weights", "autoencoder", "sampling_version", "scoring_version")
 HIGHER = ("inception_score", "precision", "recall")  # of these the highest is the best, of other metrics the lowest
 LEAST_SPAN = 0.1  # of an axis of values, over the largest of them, so that noise does not look like a jump
 ENVIRONMENT = ("python", "torch", "device", "world", "tf32", "commit")

@@ -735,7 +735,7 @@ def test_kept_features_are_never_those_of_another_evaluation(given, others, tmp_
     for other in others:
         assert command(tmp_path, **{**options, **other})["resumed_images"] == 0, other
     assert command(tmp_path, **options)["resumed_images"] == 6
-    for where, version in ((statistics_module, "SCORING_VERSION"), (image_sets, "DRAWING_VERSION")):
+    for where, version in ((statistics_module, "SCORING_VERSION"), (image_sets, "SAMPLING_VERSION")):
         monkeypatch.setattr(where, version, 0)
         assert command(tmp_path, **options)["resumed_images"] == 0, version
 

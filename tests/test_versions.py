@@ -1,4 +1,4 @@
-"""Sampled images and scores are those of DRAWING_VERSION and SCORING_VERSION, and a run's first steps those recorded.
+"""Sampled images and scores are those of SAMPLING_VERSION and SCORING_VERSION, and a run's first steps those recorded.
 
 Rows of results have both versions. To change sampling or scoring, increment the constant. To store the new numbers,
 also of training, run `python tests/test_versions.py`.
@@ -27,7 +27,7 @@ from latents.images import center_crop
 from rf import RF
 from routing_module import Route, Router
 from runtime import files
-from sampling.generate import DRAWING_VERSION
+from sampling.generate import SAMPLING_VERSION
 from sampling.options import labels_of
 from scoring import features, image_sets, metrics
 from scoring.image_sets import SampledImages
@@ -36,11 +36,11 @@ from scoring.statistics import SCORING_VERSION
 from weights import checkpoint as checkpoints
 
 FILE = Path(__file__).with_name("versions.json")
-HOMES = {"drawing": "sampling/generate.py", "scoring": "scoring/statistics.py"}
+HOMES = {"sampling": "sampling/generate.py", "scoring": "scoring/statistics.py"}
 ROUTE = Route(1, 1, 0.5)
 SEEDS = [3, 100_000, 100_007]
 # Each with the network's keywords, the diffusion, the sampler's settings, and the guidance, or its keywords.
-DRAWN = {
+SAMPLED = {
     "edm": ({}, EDM(), {}, None),
     "edm, churn": ({}, EDM(P_std=1.0, sigma_data=0.6),
                    {"S_churn": 2, "S_min": 0.05, "S_noise": 1.007, "rho": 5, "sigma_max": 40}, None),
@@ -63,16 +63,16 @@ DRAWN = {
 }  # fmt: skip
 
 
-def drawn(name: str) -> list[float]:
-    """Draws three images in two batches; returns a number for each."""
-    changes, diffusion, sampler, guidance = DRAWN[name]
+def sampled_numbers(name: str) -> list[float]:
+    """Samples three images in two batches; returns a number for each."""
+    changes, diffusion, sampler, guidance = SAMPLED[name]
     net = fill(DiT(**TINY | {"routes": [ROUTE]} | changes))
     if isinstance(guidance, dict):
         guidance = Guidance(**guidance, net2=fill(DiT(**TINY | {"depth": 2})))
     decode = pixels_to_images if name == "images" else (lambda latents: latents)
-    drawing = SampledImages(one_rank(), net, diffusion, decode, SEEDS, labels_of(SEEDS, [*range(10)]), batch_size=2,
+    sampled = SampledImages(one_rank(), net, diffusion, decode, SEEDS, labels_of(SEEDS, [*range(10)]), batch_size=2,
                             num_steps=4, guidance=guidance, sampler=sampler)
-    found = {int(i): checksum(image) for indices, images in drawing.sample(np.arange(3))
+    found = {int(i): checksum(image) for indices, images in sampled.sample(np.arange(3))
              for i, image in zip(indices, images, strict=True)}
     return [found[i] for i in range(3)]
 
@@ -151,11 +151,11 @@ def changed(what: str) -> str:
     return f"If this is meant, increment {what.upper()}_VERSION in {HOMES[what]} and run python tests/test_versions.py."
 
 
-@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize("name", SAMPLED)
 def test_images_are_those_of_their_version(name):
-    stored = json.loads(FILE.read_text())["drawing"]
-    assert stored["version"] == DRAWING_VERSION, changed("drawing")
-    assert drawn(name) == near(stored["numbers"][name], name), changed("drawing")
+    stored = json.loads(FILE.read_text())["sampling"]
+    assert stored["version"] == SAMPLING_VERSION, changed("sampling")
+    assert sampled_numbers(name) == near(stored["numbers"][name], name), changed("sampling")
 
 
 def test_scores_are_those_of_their_version():
@@ -170,7 +170,7 @@ def test_the_first_steps_of_a_run_are_those_recorded(fresh_accelerator):
 def store() -> None:
     """Writes the numbers of this code; refuses those that differ although the constant is the same."""
     before = json.loads(FILE.read_text()) if FILE.is_file() else {}
-    now = {"drawing": {"version": DRAWING_VERSION, "numbers": {name: drawn(name) for name in DRAWN}},
+    now = {"sampling": {"version": SAMPLING_VERSION, "numbers": {name: sampled_numbers(name) for name in SAMPLED}},
            "scoring": {"version": SCORING_VERSION, "numbers": scored()}, "training": {"numbers": trained()}}
     for what, old in before.items():
         if what not in HOMES:

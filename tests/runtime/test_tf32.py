@@ -35,7 +35,7 @@ def commands() -> dict[str, tuple[str, str]]:
 
 def test_every_yaml_is_the_config_of_a_command_or_part_of_one():
     names = {file.stem for file in (ROOT / "configs").glob("*.yaml")}
-    assert names - {"drawing"} == set(commands())
+    assert names - {"sampling"} == set(commands())
 
 
 @pytest.mark.parametrize("tf32", [True, False])
@@ -67,12 +67,12 @@ def test_every_command_sets_it_and_every_result_says_it(shapes, tmp_path, monkey
                         "samples.seeds=0-1", "samples.num_steps=1", "tf32=false")
     assert result.returncode == 0, result.stderr
     assert json.loads((run / "checkpoints/step-00000001/meta.json").read_text())["history"][0]["tf32"] == "said"
-    assert json.loads(Image.open(run / "samples/step-00000001.png").text["drawn"])["tf32"] == "said"
-    drawing = {"checkpoint": run, "cpu": True, "tf32": False, "num_steps": 1, "seeds": "0-3"}
+    assert json.loads(Image.open(run / "samples/step-00000001.png").text["sampling"])["tf32"] == "said"
+    sampling = {"checkpoint": run, "cpu": True, "tf32": False, "num_steps": 1, "seeds": "0-3"}
     for out in ("grid.png", "images.npz", "folder"):
-        run_command(sample.main, "sample.py", **drawing, out=tmp_path / out)
-    assert json.loads(Image.open(tmp_path / "grid.png").text["drawn"])["tf32"] == "said"
-    assert json.loads(Image.open(next((tmp_path / "folder").iterdir())).text["drawn"])["tf32"] == "said"
+        run_command(sample.main, "sample.py", **sampling, out=tmp_path / out)
+    assert json.loads(Image.open(tmp_path / "grid.png").text["sampling"])["tf32"] == "said"
+    assert json.loads(Image.open(next((tmp_path / "folder").iterdir())).text["sampling"])["tf32"] == "said"
     with zipfile.ZipFile(tmp_path / "images.npz") as archive:
         assert json.loads(archive.comment)["tf32"] == "said"
     assert len(np.load(tmp_path / "images.npz")["arr_0"]) == 4
@@ -84,6 +84,6 @@ def test_every_command_sets_it_and_every_result_says_it(shapes, tmp_path, monkey
     run_command(fid.main, "fid.py", f"images={shapes}", f"reference={tmp_path}/reference.npz", "features=pixels",
                 "cpu=true", "num_samples=8", "tf32=false", f"results={tmp_path}/results.jsonl")
     assert json.loads((tmp_path / "results.jsonl").read_text())["tf32"] == "said"
-    assert asked == 7 * [False]  # training, three drawings, a preparation, a reference and its scores
+    assert asked == 7 * [False]  # training, three commands that sample, a preparation, a reference and its scores
     accelerator = type("Accelerator", (), {"device": torch.device("cpu"), "num_processes": 1})
     assert benchmark.describe(benchmark.BenchmarkSettings.model_construct(mode="train"), accelerator)["tf32"] == "said"

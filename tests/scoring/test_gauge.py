@@ -60,9 +60,9 @@ def test_the_hours_at_the_head_of_a_gauge_are_computed(gauge):
             **(dict(input_size=16, in_channels=32) if "lightning" in gauge else {}))
     diffusion = build_diffusion({"name": "ddpm" if gauge.startswith("dit") else "rf"})
     guidance = cfg.scale and Guidance(cfg.scale, interval=cfg.interval, channels=cfg.channels)
-    drawing = SampledImages(one_rank(), net, diffusion, None, [0], [0], batch_size=1, num_steps=cfg.num_steps,
+    sampled = SampledImages(one_rank(), net, diffusion, None, [0], [0], batch_size=1, num_steps=cfg.num_steps,
                             guidance=guidance, sampler=cfg.sampler.model_dump())
-    hours = f"{fid.derived_hours(drawing.record, cfg.num_samples, cfg.precision):.2g}"
+    hours = f"{fid.derived_hours(sampled.record, cfg.num_samples, cfg.precision):.2g}"
     text = (ROOT / "configs" / "gauge" / f"{gauge}.yaml").read_text()
     assert f"# {hours} hours of one H100 [derived: fid.py prints it]" in text, hours
 

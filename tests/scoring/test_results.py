@@ -8,7 +8,7 @@ from scoring import results
 
 ROW = {
     "metrics": {"fid": 3.2, "recall": 0.5}, "images": 50_000, "image_rule": "floor", "resolution": None,
-    "source": {"checkpoint": "runs/a", "weights_sha256": "1", "step": 4, "drawing_version": 2, "num_steps": 40,
+    "source": {"checkpoint": "runs/a", "weights_sha256": "1", "step": 4, "sampling_version": 2, "num_steps": 40,
                "guidance": {"scale": 1.5, "weak": {"checkpoint": "runs/b", "weights_sha256": "2"}}},
     "extractor": {"name": "adm", "weights": "graph.pb", "sha256": "3"},
     "reference": {"path": "ref.npz", "sha256": "4"}, "versions": {"torch": "2.15"}, "scoring_version": 2,
@@ -44,7 +44,7 @@ def with_change(path: str, value: object) -> dict:
     ("floor", {"path": "x", "sha256": "5"}, False, False), ("tag", "mine", False, False),
     ("metrics.sfid", None, False, False), ("metrics.recall", ..., True, True),
     # the code
-    ("versions.torch", "2.16", False, True), ("source.drawing_version", 3, False, True),
+    ("versions.torch", "2.16", False, True), ("source.sampling_version", 3, False, True),
     ("scoring_version", 3, False, True),
 ])  # fmt: skip
 def test_a_row_is_found_by_all_that_its_scores_depend_on(path, value, is_found, by_any_version, tmp_path):

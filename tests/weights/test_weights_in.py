@@ -355,10 +355,10 @@ def test_each_of_several_averages_can_be_chosen_and_they_are_listed(form, tmp_pa
 
 def known_key(key: str) -> str:
     """What the commands accept as weights=."""
-    return read(DrawingWeights, {"weights": key}).weights
+    return read(SamplingWeights, {"weights": key}).weights
 
 
-class DrawingWeights(Settings):
+class SamplingWeights(Settings):
     weights: AnyWeights
 
 
