@@ -481,9 +481,9 @@ def test_a_public_code_is_routed_exactly(name):
     def kept(out, ids):
         return out.gather(1, ids[..., None].expand(-1, -1, out.shape[-1]))
 
-    with routed(case.model, [Route(0, -1, 0.75)], mask_noise=noise) as taken:
+    with routed(case.model, [Route(0, -1, 0.75)], mask_noise=noise) as routing:
         out = case.call()
-    ids = taken.ids_keep[0]
+    ids = routing.ids_keep[0]
     assert ids.shape == (BATCH, N // 4) and not torch.allclose(out, dense, atol=1e-4)
     stayed = kept(out, ids)
     (stayed * weight).sum().backward()
@@ -509,11 +509,11 @@ def test_a_public_code_is_routed_exactly(name):
                  lambda _, args, kwargs: seen.update(before=image([*args, *kwargs.values()])), with_kwargs=True),
              blocks[-2].register_forward_hook(
                  lambda _, args, out: seen.update(after=image(out if isinstance(out, tuple | list) else [out])))]
-    with routed(case.model, [Route(1, -2, 0.5)]) as taken, torch.no_grad():
+    with routed(case.model, [Route(1, -2, 0.5)]) as routing, torch.no_grad():
         case.call()
     for hook in hooks:
         hook.remove()
-    left = torch.ones(BATCH, N, dtype=torch.bool).scatter_(1, taken.ids_keep[0], False)
+    left = torch.ones(BATCH, N, dtype=torch.bool).scatter_(1, routing.ids_keep[0], False)
     before, after = seen["before"], seen["after"]
     assert torch.equal(before[left], after[left]) and not torch.equal(before[~left], after[~left])
 

@@ -32,9 +32,9 @@ def test_compiled_blocks_are_routed_with_and_without_checkpointing(name, how):
             case.model.enable_gradient_checkpointing()
         case.model.train()
         with_compiled_blocks(case.model, how)
-        with routed(case.model, TWO, mask_noise=noise_for(case, 2)) as taken:
+        with routed(case.model, TWO, mask_noise=noise_for(case, 2)) as routing:
             out, again = case.tokens(case.call()), case.tokens(case.call(timestep=case.inputs["timestep"] / 2))
-        assert taken.ids_keep[0].shape == (BATCH, 8)
+        assert routing.ids_keep[0].shape == (BATCH, 8)
         (out.square().mean() + 2 * again.mean()).backward()
         return out.detach(), {key.replace("_orig_mod.", ""): grad for key, grad in gradients(case.model).items()}
 
@@ -67,9 +67,9 @@ def test_a_compiled_network_is_routed_at_every_size_and_sizes_are_dynamic_from_t
         x, noise, outs = randn(batch, length, 8), torch.rand(batch, 1, length - 4), []
         for model in (net, compiled):
             with torch.no_grad(), routed(model, [Route(0, 0, 0.5)], blocks="blocks", along={"rope": 1}, keep=4,
-                                         mask_noise=noise) as taken:
+                                         mask_noise=noise) as routing:
                 outs.append(model(x))
-            assert taken.ids_keep[0].shape == (batch, (length - 4) // 2)
+            assert routing.ids_keep[0].shape == (batch, (length - 4) // 2)
         assert torch.allclose(*outs, atol=1e-5) and len(graphs) == count
 
 

@@ -415,9 +415,9 @@ def test_a_network_like_an_original_code_is_routed_as_if_it_were_fed_fewer_token
     dense = called(net, x, everywhere)
     with routed(net, [Route(0, -1, 0.0)]):
         assert torch.equal(called(net, x, everywhere), dense)
-    with routed(net, [Route(0, -1, 0.75)]) as taken:
+    with routed(net, [Route(0, -1, 0.75)]) as routing:
         out = called(net, x, everywhere)
-    ids, weight = taken.ids_keep[0], torch.randn(BATCH, N // 4, D)
+    ids, weight = routing.ids_keep[0], torch.randn(BATCH, N // 4, D)
     stayed = torch.stack([out[b, ids[b]] for b in range(BATCH)])
     (stayed * weight).sum().backward()
     found = gradients(net)

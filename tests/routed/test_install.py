@@ -16,9 +16,9 @@ import torch
 from routed import Route, Router, routed
 
 net = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), num_layers=4)
-with routed(net, [Route(1, -2, 0.5)], blocks="layers") as taken:
+with routed(net, [Route(1, -2, 0.5)], blocks="layers") as routing:
     net(torch.randn(2, 16, 8)).sum().backward()
-assert taken.ids_keep[0].shape == (2, 8)
+assert routing.ids_keep[0].shape == (2, 8)
 import routed, routing_module
 print(routed.__file__, routing_module.__file__, *sys.modules, sep="\\n")
 """

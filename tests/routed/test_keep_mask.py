@@ -53,10 +53,10 @@ def test_as_many_tokens_are_kept_as_the_mask_keeps_in_any_sample_or_an_error_has
     case, few = family(name), family(name).k
     for most in (few + 1, few + 2, case.n - 1, case.n):
         mask = mask_for(case, 0, most, 2)
-        with torch.no_grad(), routed(case.model, ALL_BUT_A_QUARTER, keep_mask=mask) as taken:
+        with torch.no_grad(), routed(case.model, ALL_BUT_A_QUARTER, keep_mask=mask) as routing:
             case.call()
-        assert taken.ids_keep[0].shape == (BATCH, most)
-        assert set(mask[1].nonzero().flatten().tolist()) == set(taken.ids_keep[0][1].tolist())
+        assert routing.ids_keep[0].shape == (BATCH, most)
+        assert set(mask[1].nonzero().flatten().tolist()) == set(routing.ids_keep[0][1].tolist())
         says = f"keeps more tokens than the {few} of {case.n} that are kept at selection ratio 0.75"
         with pytest.raises(RuntimeError, match=says), routed(case.model, ALL_BUT_A_QUARTER, keep_mask=mask, grow=False):
             case.call()
@@ -78,10 +78,10 @@ def test_a_masked_loss_keeps_the_tokens_that_keep_masked_keeps(name):
 
     def trained(keep_masked, **options):
         noise = draw_mask_noise(ours, ours.routes, weight, keep_masked)
-        with routed(case.model, TWO, mask_noise=noise, **options) as taken:
+        with routed(case.model, TWO, mask_noise=noise, **options) as routing:
             error = case.call().square()
         (error * (weight if error.ndim == 4 else per_token[..., None])).mean().backward()
-        return taken.ids_keep, gradients(case.model)
+        return routing.ids_keep, gradients(case.model)
 
     torch.manual_seed(3)
     masks, found = trained(False, keep_mask=keep, grow=False)
@@ -99,11 +99,11 @@ def test_a_callable_mask_reads_the_arguments_of_each_call():
     def bright(call):
         return call["hidden_states"].mean(-1) > call["hidden_states"].mean(-1).topk(K).values[:, -1:] - 1e-6
 
-    with torch.no_grad(), routed(case.model, ALL_BUT_A_QUARTER, keep_mask=bright) as taken:
+    with torch.no_grad(), routed(case.model, ALL_BUT_A_QUARTER, keep_mask=bright) as routing:
         for seed in (1, 2):
             x = randn(BATCH, N, 4, seed=seed)
             case.call(hidden_states=x)
-            assert torch.equal(taken.ids_keep[0], x.mean(-1).topk(K).indices.sort(1).values)
+            assert torch.equal(routing.ids_keep[0], x.mean(-1).topk(K).indices.sort(1).values)
 
 
 @pytest.mark.parametrize(("mask", "says"), [
@@ -118,9 +118,9 @@ def test_a_mask_of_another_kind_or_size_is_refused(mask, says):
 def test_gradient_checkpointing_uses_the_number_of_tokens_that_a_mask_raised():
     def trained(checkpointed):
         case = in_training(FLUX, checkpointed)
-        with routed(case.model, TWO, keep_mask=mask_for(case, 3, 13, 1)) as taken:
+        with routed(case.model, TWO, keep_mask=mask_for(case, 3, 13, 1)) as routing:
             out = case.tokens(case.call())
-        assert [ids.shape[1] for ids in taken.ids_keep] == [13, 13]
+        assert [ids.shape[1] for ids in routing.ids_keep] == [13, 13]
         out.square().mean().backward()
         return gradients(case.model)
 
@@ -141,11 +141,11 @@ def test_a_compiled_network_keeps_the_tokens_of_a_mask_in_one_graph_or_raises_an
     with torch.no_grad():
         for counts in ((8, 0, 1), (2, 5, 8)):
             noise, mask = noise_for(case, 2), mask_for(case, *counts)
-            with routed(case.model, TWO, keep_mask=mask, mask_noise=noise) as taken:
-                expected, ids = case.call(), taken.ids_keep
-            with routed(compiled, TWO, keep_mask=mask, mask_noise=noise, grow=False) as taken:
+            with routed(case.model, TWO, keep_mask=mask, mask_noise=noise) as routing:
+                expected, ids = case.call(), routing.ids_keep
+            with routed(compiled, TWO, keep_mask=mask, mask_noise=noise, grow=False) as routing:
                 assert torch.allclose(case.call(compiled), expected, atol=1e-5)
-            assert all(map(torch.equal, ids, taken.ids_keep)) and len(graphs) == 1
+            assert all(map(torch.equal, ids, routing.ids_keep)) and len(graphs) == 1
         with pytest.raises(RuntimeError, match="keeps more tokens than the 8 of 16"), \
              routed(compiled, TWO, keep_mask=mask_for(case, 9, 0, 0), grow=False):
             case.call(compiled)
@@ -180,16 +180,16 @@ def test_tokens_are_selected_by_the_router_that_is_given():
         norm = seen[0].abs().sum(-1)
         for router, best in ((Router("l1", l1_reg=1.0), norm.topk(K)),
                              (Router("l1", 1.0, inverse=True), (-norm).topk(K))):
-            with routed(case.model, ALL_BUT_A_QUARTER, router=router) as taken:
+            with routed(case.model, ALL_BUT_A_QUARTER, router=router) as routing:
                 case.call()
-            assert torch.equal(taken.ids_keep[0], best.indices.sort(1).values)
-        with routed(case.model, ALL_BUT_A_QUARTER, router=Router("grid")) as taken:
+            assert torch.equal(routing.ids_keep[0], best.indices.sort(1).values)
+        with routed(case.model, ALL_BUT_A_QUARTER, router=Router("grid")) as routing:
             case.call()
-        row, column = taken.ids_keep[0] // 4 // 2, taken.ids_keep[0] % 4 // 2
+        row, column = routing.ids_keep[0] // 4 // 2, routing.ids_keep[0] % 4 // 2
         assert torch.equal((row * 2 + column).sort(1).values, torch.arange(4).expand(BATCH, -1))  # one of each 2 x 2
-        with routed(case.model, ALL_BUT_A_QUARTER, router=Rows()) as taken:
+        with routed(case.model, ALL_BUT_A_QUARTER, router=Rows()) as routing:
             case.call()
-        assert torch.equal(taken.ids_keep[0], torch.arange(K).expand(BATCH, -1))
+        assert torch.equal(routing.ids_keep[0], torch.arange(K).expand(BATCH, -1))
     hook.remove()
     net, x, condition = mine()
     assert "there are 9 tokens" in refused(net, call=lambda: net(x, condition), router=Router("grid"), **NAMED)
@@ -203,9 +203,9 @@ def test_the_routes_of_a_step_are_an_argument_so_that_the_last_steps_are_dense()
     net, routes, steps, seen = own(), [Route(1, -2, 0.5)], 20, []
     x, t, y = randn(4, 3, 8, 8), torch.rand(4), torch.tensor([0, 1, 4, 5])
     for step in range(steps):
-        with routed(net, routes if step < 0.85 * steps else ()) as taken:
+        with routed(net, routes if step < 0.85 * steps else ()) as routing:
             out = net(x, t, y)
-        seen.append([ids.shape[1] for ids in taken.ids_keep])
+        seen.append([ids.shape[1] for ids in routing.ids_keep])
     assert seen == [[8]] * 17 + [[]] * 3 and torch.equal(out, net(x, t, y))
 
 

@@ -39,9 +39,9 @@ def assert_close(a, b, tolerance=3e-5):       # gradients are sums whose order d
 
 def assert_as_if_given_only_them(case, **options):
     """Kept tokens, and gradients, are those of the network fed with them alone; returns their ids and the gradients."""
-    with routed(case.model, [Route(0, -1, 0.75)], **options) as taken:
+    with routed(case.model, [Route(0, -1, 0.75)], **options) as routing:
         out = case.tokens(case.call())
-    [ids] = taken.ids_keep
+    [ids] = routing.ids_keep
     kept = torch.stack([out[b, ids[b]] for b in range(BATCH)])
     weight = torch.randn(kept.shape)
     (kept * weight).sum().backward()
@@ -77,7 +77,7 @@ def test_tokens_that_left_come_back_with_exactly_the_value_they_left_with(name):
 
     hooks = [case.blocks[1].register_forward_pre_hook(entered, with_kwargs=True),
              case.blocks[-2].register_forward_hook(left_block)]
-    with routed(case.model, [Route(1, -2, 0.5)]) as taken:
+    with routed(case.model, [Route(1, -2, 0.5)]) as routing:
         case.call()
     for hook in hooks:
         hook.remove()
@@ -86,7 +86,7 @@ def test_tokens_that_left_come_back_with_exactly_the_value_they_left_with(name):
         first = case.first or [x.shape[1] - case.n - case.behind] * BATCH
         return torch.stack([x[b, first[b]:first[b] + case.n] for b in range(BATCH)])
     before, after = image(seen["before"]), image(seen["after"])
-    left = torch.ones(BATCH, case.n, dtype=torch.bool).scatter_(1, taken.ids_keep[0], False)
+    left = torch.ones(BATCH, case.n, dtype=torch.bool).scatter_(1, routing.ids_keep[0], False)
     assert torch.equal(before[left], after[left])
     assert (before[~left] != after[~left]).any(dim=1).all()
     [gradient] = torch.autograd.grad(after[left].sum(), seen["before"])
@@ -98,8 +98,8 @@ def test_ratio_0_is_the_dense_network_bit_for_bit_and_so_is_the_network_outside(
     case = family(name)
     with torch.no_grad():
         dense, state = case.tokens(case.call()), torch.get_rng_state()
-        with routed(case.model, [Route(0, -1, 0.0)]) as taken:
-            assert torch.equal(case.tokens(case.call()), dense) and taken.ids_keep == [None]
+        with routed(case.model, [Route(0, -1, 0.0)]) as routing:
+            assert torch.equal(case.tokens(case.call()), dense) and routing.ids_keep == [None]
         assert torch.equal(torch.get_rng_state(), state)
         with routed(case.model, [Route(0, -1, 0.5)]):
             assert not torch.allclose(case.tokens(case.call()), dense)
@@ -147,9 +147,9 @@ def test_gradient_checkpointing_uses_the_masks_of_its_own_pass(name, fixed):
 def test_images_that_are_conditions_never_leave_wherever_a_route_starts():
     case = family("Flux3Transformer2DModel, edit")
     for route in (Route(0, 1, 0.75), Route(0, -1, 0.75), Route(2, -1, 0.75)):  # in the last, they are in the stream
-        with torch.no_grad(), routed(case.model, [route]) as taken:
+        with torch.no_grad(), routed(case.model, [route]) as routing:
             case.call()
-        assert taken.ids_keep[0].shape == (BATCH, case.k)
+        assert routing.ids_keep[0].shape == (BATCH, case.k)
 
 
 @pytest.mark.parametrize("around", ["blocks", "network", "loss"])
@@ -209,15 +209,15 @@ def batch():
 
 def test_our_own_network_gives_the_same_bits_as_by_its_argument_and_every_pass_samples_its_own_masks():
     net, routes, noise = own(), resolve_routes([Route(-4, -2, 0.25), Route(1, 3, 0.5)], 8), torch.rand(4, 2, 16)
-    with routed(net, [Route(-4, -2, 0.25), Route(1, 3, 0.5)], mask_noise=noise) as taken:
+    with routed(net, [Route(-4, -2, 0.25), Route(1, 3, 0.5)], mask_noise=noise) as routing:
         out = net(*batch())
     assert torch.equal(out, net(*batch(), routes=routes, mask_noise=noise))
-    assert [ids.shape for ids in taken.ids_keep] == [(4, 8), (4, 12)]  # in order of depth
+    assert [ids.shape for ids in routing.ids_keep] == [(4, 8), (4, 12)]  # in order of depth
     torch.manual_seed(9)
-    with routed(net.train(), routes) as taken:
-        out, masks = net(*batch()), taken.ids_keep
+    with routed(net.train(), routes) as routing:
+        out, masks = net(*batch()), routing.ids_keep
         net(*batch())
-    assert not any(map(torch.equal, masks, taken.ids_keep))
+    assert not any(map(torch.equal, masks, routing.ids_keep))
     torch.manual_seed(9)
     assert torch.equal(out, net(*batch(), routes=routes))
 
@@ -225,11 +225,11 @@ def test_our_own_network_gives_the_same_bits_as_by_its_argument_and_every_pass_s
 @pytest.mark.parametrize("name", ["SD3Transformer2DModel", "Flux2Transformer2DModel", "WanTransformer3DModel"])
 def test_autocast_routes_and_keeps_gradients_finite(name):
     case = family(name)
-    with torch.autocast("cpu", torch.bfloat16), routed(case.model, TWO) as taken:
+    with torch.autocast("cpu", torch.bfloat16), routed(case.model, TWO) as routing:
         out = case.call()
     out.float().mean().backward()
     assert out.isfinite().all() and all(grad.isfinite().all() for grad in gradients(case.model).values())
-    assert taken.ids_keep[0].shape == (BATCH, 8)
+    assert routing.ids_keep[0].shape == (BATCH, 8)
 
 
 @pytest.mark.parametrize("how", ["net.compile()", "torch.compile(net)", FLUX])
@@ -257,9 +257,9 @@ def test_a_compiled_network_is_two_graphs_one_dense_and_one_routed(how):
             with routed(net, TWO, mask_noise=noise):
                 expected = run(net)
             assert not torch.allclose(expected, dense, atol=1e-5)
-            with routed(compiled, TWO, mask_noise=noise) as taken:
+            with routed(compiled, TWO, mask_noise=noise) as routing:
                 assert torch.allclose(run(compiled), expected, atol=1e-5)
-            assert taken.ids_keep[0].shape == (len(dense), 8)
+            assert routing.ids_keep[0].shape == (len(dense), 8)
             assert torch.allclose(run(compiled), dense, atol=1e-5) and len(graphs) == 2
 
 
@@ -339,11 +339,11 @@ NAMED = dict(blocks="transformer.h", along={"rope": 0, "condition": 1})
 def test_a_custom_network_is_routed_by_blocks_along_and_keep(keep, places, blocks):
     net, x, condition = mine()
     blocks = blocks or net.transformer.h
-    with routed(net, [Route(0, -1, 0.5)], blocks=blocks, along={"rope": 0, 1: 1}, keep=keep) as taken:
+    with routed(net, [Route(0, -1, 0.5)], blocks=blocks, along={"rope": 0, 1: 1}, keep=keep) as routing:
         out = net(x, condition)
-    assert taken.ids_keep[0].max() < len(places)
+    assert routing.ids_keep[0].max() < len(places)
     for b in range(3):
-        stay = sorted({*range(9)} - {*places} | {places[i] for i in taken.ids_keep[0][b].tolist()})
+        stay = sorted({*range(9)} - {*places} | {places[i] for i in routing.ids_keep[0][b].tolist()})
         alone = net(x[b:b + 1, stay], condition[b:b + 1, stay], net.table[stay])
         assert torch.allclose(out[b, stay], alone[0], atol=1e-6)
         left = [i for i in range(9) if i not in stay]

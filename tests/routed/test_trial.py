@@ -111,9 +111,9 @@ def causal(self, x, c):
 def test_blocks_that_depend_on_order_alone_are_routed_if_the_user_says_so():
     net = somebodys(causal)
     assert "set ordered=True" in refused(net, HALF, lambda: net(X))
-    with routed(net, HALF, ordered=True) as taken:
+    with routed(net, HALF, ordered=True) as routing:
         out = net(X)
-    for b, ids in enumerate(taken.ids_keep[0]):
+    for b, ids in enumerate(routing.ids_keep[0]):
         assert torch.allclose(net(X[b:b + 1, ids])[0], out[b, ids], atol=1e-6)
 
 
@@ -225,8 +225,8 @@ def test_no_routes_inside_of_routes_are_dense_until_they_are_left():
     dense = net(X)
     with routed(net, HALF, mask_noise=noise):
         out = net(X)
-        with routed(net, []) as taken:
-            assert torch.equal(net(X), dense) and taken.ids_keep == []
+        with routed(net, []) as routing:
+            assert torch.equal(net(X), dense) and routing.ids_keep == []
         assert torch.equal(net(X), out) and not torch.allclose(out, dense)
     assert torch.equal(net(X), dense) and passes.routed is routed
 

@@ -53,10 +53,10 @@ def tokens_by(case, way):
 @pytest.mark.parametrize(("name", "way"), [(name, way) for name in ENCODERS for way in BESIDE[name.partition(",")[0]]])
 def test_class_and_register_tokens_are_kept_by_every_entry_to_an_encoder(name, way):
     case, noise = family(name), noise_for(family(name))
-    with torch.no_grad(), routed(case.model, [Route(0, -1, 0.75)], mask_noise=noise) as taken:
-        expected, ids = case.call(), taken.ids_keep[0]
+    with torch.no_grad(), routed(case.model, [Route(0, -1, 0.75)], mask_noise=noise) as routing:
+        expected, ids = case.call(), routing.ids_keep[0]
         out = tokens_by(case, way)
-        assert torch.equal(out, expected) and torch.equal(taken.ids_keep[0], ids) and ids.shape == (BATCH, K)
+        assert torch.equal(out, expected) and torch.equal(routing.ids_keep[0], ids) and ids.shape == (BATCH, K)
 
 
 @pytest.mark.parametrize("name", [name for name in NETWORKS if name.startswith("Dinov2")])

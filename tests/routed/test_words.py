@@ -27,9 +27,9 @@ def network(block, call):
 
 
 def assert_as_if_fed_fewer(net, routes=HALF, **words):
-    with routed(net, routes, **words) as taken:
+    with routed(net, routes, **words) as routing:
         out = net(X)
-    for b, ids in enumerate(taken.ids_keep[0]):
+    for b, ids in enumerate(routing.ids_keep[0]):
         assert len(ids) == N // 2
         assert torch.allclose(net(X[b:b + 1, ids], TABLE[ids])[0], out[b, ids], atol=1e-6)
 
@@ -148,9 +148,9 @@ def test_sequences_before_samples_are_refused():
         assert "a nested tensor (set enable_nested_tensor=False)" in refused(
             nested, HALF, lambda: nested(X, src_key_padding_mask=padded), blocks="layers",
             along={"src_key_padding_mask": 1})
-    with routed(net, HALF, blocks="layers") as taken:
+    with routed(net, HALF, blocks="layers") as routing:
         net(X)
-    assert taken.ids_keep[0].shape == (BATCH, N // 2)
+    assert routing.ids_keep[0].shape == (BATCH, N // 2)
 
 
 def test_a_block_that_is_called_again_is_refused():
