@@ -134,7 +134,7 @@ def test_the_python_of_the_readme_and_of_a_forward_pass_runs_in_another_folder(t
             for language, block in FENCED.findall(pages) if language == "python" and block.startswith("import torch")]
     assert len(code) == 2
     (tmp_path / "notebook.py").write_text("\n".join(code)
-                                          + "\nassert taken.ids_keep[0].shape == (8, 32) and loss.isfinite()\n")
+                                          + "\nassert routing.ids_keep[0].shape == (8, 32) and loss.isfinite()\n")
     result = subprocess.run([sys.executable, "notebook.py"], cwd=tmp_path, capture_output=True, text=True,
                             env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
     assert result.returncode == 0, result.stderr
