@@ -157,12 +157,18 @@ def open_to_append(path: Path) -> BinaryIO:
 
 
 def append_row(path: Path, row: dict) -> None:
-    """Appends a JSON line, on a new line even if a kill has cut the last one short."""
+    """Appends a JSON line, after removing a last one that a kill has cut short."""
     with naming_path(path), open_to_append(path) as file:
         end = file.seek(0, os.SEEK_END)
-        file.seek(max(0, end - 1))
-        unfinished = file.read(1) not in (b"", b"\n")
-        file.write(b"\n" * unfinished + json.dumps(row).encode() + b"\n")
+        file.seek(max(0, end - 2**20))  # rows are shorter
+        last = file.read().rpartition(b"\n")[2]
+        try:
+            parse_json(last)
+        except ValueError:
+            if last.startswith(b"{"):  # another text is not ours
+                file.truncate(end - len(last))
+                last = b""
+        file.write(b"\n" * bool(last) + json.dumps(row).encode() + b"\n")
 
 
 @contextlib.contextmanager

@@ -1,12 +1,13 @@
-"""What is written by atomic_write is the old or the new, whenever a process is killed."""
+"""A file written by atomic_write is the old or the new, whenever a process is killed; rows are appended in full."""
 
 import itertools
 import signal
 
+import pytest
 from conftest import PATIENCE
 from forked import Changes, Life, killing
 
-from runtime.files import atomic_write
+from runtime.files import append_row, atomic_write
 
 
 def fill(folder, text: str) -> None:
@@ -36,3 +37,13 @@ def test_a_kill_at_any_change_leaves_the_old_folder_or_the_new(tmp_path):
             break
     assert len(found) > 8 and {*found} == {"old", "new"} and found == sorted(found, reverse=True)
     assert [path.name for path in place.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(("before", "kept"), [
+    ("", ""), ('{"a": 1}\n', '{"a": 1}\n'), ('{"a": 1}\n{"b": {"c": 2}', '{"a": 1}\n'), ('{"a"', ""),
+    ('{"a": 1}', '{"a": 1}\n'), ("somebody's notes", "somebody's notes\n"),
+])
+def test_a_row_replaces_one_that_a_kill_has_cut_short_and_nothing_else(tmp_path, before, kept):
+    (tmp_path / "rows.jsonl").write_text(before)
+    append_row(tmp_path / "rows.jsonl", {"d": 3})
+    assert (tmp_path / "rows.jsonl").read_text() == kept + '{"d": 3}\n'
