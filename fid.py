@@ -129,8 +129,8 @@ def as_list(value: object) -> list:
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
-def check_settings(cfg: ScoringSettings, cli_overrides: Mapping[str, str]) -> None:
-    """Raises ValueError for settings that do not go together."""
+def check_settings(cfg: ScoringSettings, cli_overrides: Mapping[str, str]) -> ScoringSettings:
+    """Returns the settings; raises ValueError for some that do not go together."""
     given = [key for key in ("checkpoint", "images", "reference_from") if getattr(cfg, key) is not None]
     if len(given) != 1:
         raise ValueError(f"Give one of checkpoint=, images= and reference_from=, not {' and '.join(given) or 'none'}.")
@@ -161,6 +161,7 @@ def check_settings(cfg: ScoringSettings, cli_overrides: Mapping[str, str]) -> No
         raise ValueError(f"{given[0]}={getattr(cfg, given[0])} needs reference=<a folder, zip, npz or npy>.")
     for key, shared in (("reference", True), ("floor", True), ("features_weights", False), ("sha256", False)):
         per_network(cfg, key, shared)
+    return cfg
 
 
 # ---- what is scored -------------------------------------------------------------------------------------------------
@@ -333,10 +334,9 @@ def write_statistics(state: PartialState, cfg: ScoringSettings) -> None:
         print(f"Statistics of {stats.count:,} images of {images.record['size']} on {extractor.name}: {cfg.out}")
 
 
-@command("fid", ScoringSettings)
-def main(cfg: ScoringSettings, cli_overrides: Mapping[str, str]) -> None:
+@command("fid", ScoringSettings, check=check_settings)
+def main(cfg: ScoringSettings) -> None:
     state = join_ranks(cfg.cpu, cfg.tf32, cfg.precisions)
-    check_settings(cfg, cli_overrides)
     if cfg.reference_from is not None:
         write_statistics(state, cfg)
         return

@@ -305,15 +305,14 @@ def pause(run: Run, bar: tqdm, stop: ranks.StopRequest, finished: bool) -> int:
 # ---- the story ------------------------------------------------------------------------------------------------------
 
 
-@command("config", TrainSettings, when_full=what_fits)
-def main(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> None:
-    cfg = check_settings(cfg, cli_overrides)
+@command("config", TrainSettings, check=check_settings, when_full=what_fits)
+def main(cfg: TrainSettings) -> None:
     accelerator = speed.make_accelerator(
         cfg.precision, cfg.grad_accum_steps, cfg.tf32, cfg.cpu,
         log_with=cfg.log.trackers or None, project_dir=cfg.run_dir,
     )
     device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
-    run = make_run(cfg, accelerator, cli_overrides)
+    run = make_run(cfg, accelerator)
     cfg = run.cfg
     if accelerator.is_main_process:
         lock_run(run)

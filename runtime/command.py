@@ -11,7 +11,7 @@ import subprocess
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TextIO
 
@@ -22,53 +22,57 @@ from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 from runtime import notebook, ranks
-from runtime.schema import CONFIGS, Settings, declared_keys, first_line, leaves
+from runtime.schema import CONFIGS, Declared, Settings, declared_keys, first_line, leaves
 from runtime.typed import (
     cli_overrides,
     compose,
     files_of,
     group_defaults,
+    jobs_of,
     parse_options,
     read_job,
 )
 
 
 def command(
-    config_name: str, declared: type[Settings], rewrite: Callable[[list[str]], list[str]] = list,
-    when_full: Callable[[dict], str] = lambda plain: "",
+    config_name: str, declared: type[Declared], *,
+    check: Callable[[Declared, Mapping[str, str]], Declared] = lambda cfg, cli_overrides: cfg,
+    rewrite: Callable[[list[str]], list[str]] = list, when_full: Callable[[dict], str] = lambda plain: "",
 ) -> Callable[[Callable], Callable[..., None]]:
     """Makes a command of `main(cfg)`: reads configs/<config_name>.yaml and the command line, and checks them.
 
-    A main(cfg, cli_overrides) also receives the typed settings as text, by key. Called as a function it takes settings
-    as arguments, main("steps=100", "name=x"), and a mistake is a ValueError. As a program, a mistake, a file that
-    cannot be read or written, and Ctrl-C end it with a one-line error, or a traceback with HYDRA_FULL_ERROR=1 in the
-    environment. `rewrite` turns arguments of another form into settings, and `when_full` returns advice, from the
-    settings, for a GPU whose memory is full.
+    Called as a function it takes settings as arguments, main("steps=100", "name=x"), and a mistake is a ValueError. As
+    a program, a mistake, a file that cannot be read or written, and Ctrl-C end it with a one-line error, or a traceback
+    with HYDRA_FULL_ERROR=1 in the environment.
+
+    `check` returns the settings for `main`, or raises ValueError for some that do not go together. It also receives the
+    typed settings as text, by key, and sees all jobs of a sweep before the first one starts. `rewrite` turns arguments
+    of another form into settings. `when_full` returns advice, from the settings, for a GPU whose memory is full.
     """
     def decorate(main: Callable[..., None]) -> Callable[..., None]:
         def work(arguments: list[str]) -> None:
-            arguments = rewrite(arguments)
-            options, settings = parse_options(arguments)
-            typed = cli_overrides(settings)
+            options, settings = parse_options(rewrite(arguments))
             if options.help:
                 print(help_of(main, config_name))
                 return
-            composed = compose(config_name, declared, arguments)
+            jobs = jobs_of(settings) if options.multirun else [settings]
+            composed = [compose(config_name, declared, job, options.config_dir) for job in jobs]
             if options.cfg:
                 print("\n---\n".join(OmegaConf.to_yaml(plain).rstrip() for plain in composed))
                 return
-            jobs = [read_job(declared, plain, config_name, typed) for plain in composed]
-            check_places(jobs)  # before the first one starts
-            extra = {"cli_overrides": typed} if "cli_overrides" in inspect.signature(main).parameters else {}
-            for plain, cfg in zip(composed, jobs, strict=True):
-                try:
-                    main(cfg, **extra)
-                except ValueError as error:
-                    raise ValueError(with_own_settings(str(error), config_name, declared)) from error
-                except (MemoryError, RuntimeError) as error:
-                    if not is_full_memory(error):
-                        raise
-                    raise ValueError(what_helps(error, plain, when_full)) from error
+            try:
+                checked = [check(read_job(declared, plain, config_name, typed), typed)
+                           for plain, typed in zip(composed, map(cli_overrides, jobs), strict=True)]
+                check_places(checked)
+                for plain, cfg in zip(composed, checked, strict=True):
+                    try:
+                        main(cfg)
+                    except (MemoryError, RuntimeError) as error:
+                        if not is_full_memory(error):
+                            raise
+                        raise ValueError(what_helps(error, plain, when_full)) from error
+            except ValueError as error:
+                raise ValueError(with_own_settings(str(error), config_name, declared)) from error
         return entry_point(main, work)
     return decorate
 

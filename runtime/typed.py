@@ -1,7 +1,7 @@
 """Arguments of a command -> plain settings, which Hydra composes from configs/.
 
 Hydra and YAML read 2025_11_25 as a number, true as a truth value and null as nothing. Where a setting is declared as
-text, what was typed replaces such a value. In a list, a sweep or a YAML file it needs quotes, as an error says.
+text, what was typed replaces such a value. In a list or a YAML file it needs quotes, as an error says.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import hydra
 import yaml
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from pydantic import ValidationError
@@ -90,31 +91,63 @@ def without_null(settings: list[str], groups: dict[str, str | None]) -> list[str
     return [*last.values()]
 
 
-def jobs_of(settings: Iterable[str], multirun: bool) -> list[list[str]]:
+def jobs_of(settings: Iterable[str]) -> list[list[str]]:
     """Lists the jobs of a sweep: each combination of the values of all settings, where the last one varies fastest.
 
-    Text that Hydra's grammar lacks, such as größe (1), is quoted, also in a list, except for integers. Raises
-    ValueError, with what to type, for other lists, and for several values without `multirun`.
+    Values of a list such as seed=0,1 are as typed, and those of a function such as range(0,3) are Hydra's.
     """
-    parser, values = OverridesParser.create(GlobalHydra.instance().config_loader()), []
+    values = []
     for setting in settings:
         key, _, text = setting.partition("=")
-        try:
-            each = parser.parse_override(setting)
-        except HydraException:
-            listed = re.fullmatch(r"""\[([^]['"{}]*)\]""", text)
-            if not re.fullmatch(r"\+*[\w./@]+", key, re.ASCII) or not text or not listed and re.search(r"[],[]", text):
-                raise ValueError(f"{setting} cannot be read: write key=value, and text with a comma or bracket in two "
-                                 f"kinds of quotes, as \"name='a, b'\" or \"classes=['größe','a (1)']\".") from None
-            items = [item if re.fullmatch(r" *-?\d+ *", item) else in_quotes(item.strip(), interpolate=True)
-                     for item in (listed[1].split(",") if listed else [text])]
-            each = parser.parse_override(f"{key}=[{','.join(items)}]" if listed else f"{key}={items[0]}")
-        if each.is_sweep_override() and not (multirun and each.is_discrete_sweep()):
-            raise ValueError(f"{setting} is several values, which --multirun would try one by one: write "
-                             f"{as_argument(key, text)}, or '{key}=[{text}]' for a list.")
-        values.append([f"{each.get_key_element()}={value}" for value in each.sweep_string_iterator()]
-                      if each.is_sweep_override() else [each.input_line])
+        parts = split(text)
+        if len(parts) == 1 and parse(setting).is_discrete_sweep():
+            parts = parse(setting).sweep_string_iterator()
+        values.append([f"{key}={part}" for part in parts] if text else [setting])
     return [list(job) for job in itertools.product(*values)]
+
+
+def split(text: str) -> list[str]:
+    """Splits text at the commas that are in neither quotes nor brackets."""
+    parts, depth, quote = [""], 0, ""
+    for char in text:
+        if char in "'\"":
+            quote = "" if char == quote else quote or char
+        elif not quote:
+            depth += (char in "[{(") - (char in ")}]")
+        if char == "," and not depth and not quote:
+            parts.append("")
+        else:
+            parts[-1] += char
+    return parts
+
+
+def parse(setting: str) -> Override:
+    """Parses a setting, and quotes text that Hydra's grammar lacks, such as größe (1), also in a list.
+
+    Integers of a list are not quoted. Raises ValueError, with what to type, for other lists.
+    """
+    parser = OverridesParser.create()
+    try:
+        return parser.parse_override(setting)
+    except HydraException:
+        key, _, text = setting.partition("=")
+        listed = re.fullmatch(r"""\[([^]['"{}]*)\]""", text)
+        if not re.fullmatch(r"\+*[\w./@]+", key, re.ASCII) or not text or not listed and re.search(r"[],[]", text):
+            raise ValueError(f"{setting} cannot be read: write key=value, and text with a comma or bracket in two "
+                             f"kinds of quotes, as \"name='a, b'\" or \"classes=['größe','a (1)']\".") from None
+        items = [item if re.fullmatch(r" *-?\d+ *", item) else in_quotes(item.strip(), interpolate=True)
+                 for item in (listed[1].split(",") if listed else [text])]
+        return parser.parse_override(f"{key}=[{','.join(items)}]" if listed else f"{key}={items[0]}")
+
+
+def for_hydra(setting: str) -> str:
+    """Returns a setting as Hydra reads it; raises ValueError, with what to type, for several values."""
+    parsed = parse(setting)
+    if parsed.is_sweep_override():
+        key, _, text = setting.partition("=")
+        raise ValueError(f"{setting} is several values, which --multirun would try one by one: write "
+                         f"{as_argument(key, text)}, or '{key}=[{text}]' for a list.")
+    return parsed.input_line
 
 
 # ---- composing by Hydra ---------------------------------------------------------------------------------------------
@@ -136,21 +169,22 @@ def read_foreign_yaml(file: Path) -> Any:
         raise ValueError(f"{file} cannot be read: {' '.join(str(error).split())[:500]}.") from None
 
 
-def compose(config_name: str, declared: type[Settings], arguments: list[str]) -> list[dict]:
-    """Composes a config with a command's arguments, as plain values; --multirun composes several.
+def compose(
+    config_name: str, declared: type[Settings], settings: list[str], config_dir: Path | None = None,
+) -> dict:
+    """Composes a config with settings of a command line, as plain values.
 
     Raises ValueError, with a suggestion, for a setting or a choice that does not exist.
     """
-    options, given = parse_options(arguments)
     groups = group_defaults(config_name)
-    settings = without_null(given, groups)
-    if options.config_dir is not None:
-        folders = [CONFIGS / "presets", options.config_dir]
-        settings.append(f"hydra.searchpath=[{','.join(in_quotes(f'file://{folder}') for folder in folders)}]")
+    overrides = [for_hydra(setting) for setting in without_null(settings, groups)]
+    if config_dir is not None:
+        folders = [CONFIGS / "presets", config_dir]
+        overrides.append(f"hydra.searchpath=[{','.join(in_quotes(f'file://{folder}') for folder in folders)}]")
     GlobalHydra.instance().clear()  # a notebook may use Hydra, too
     with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
         try:
-            jobs = [hydra.compose(config_name, job) for job in jobs_of(settings, options.multirun)]
+            cfg = hydra.compose(config_name, overrides)
         except MissingConfigException as error:
             if not error.missing_cfg_file or not error.options:
                 raise
@@ -166,9 +200,8 @@ def compose(config_name: str, declared: type[Settings], arguments: list[str]) ->
         except TypeError:  # Hydra raises it for a group with a list of dicts
             raise ValueError("A setting that takes a name of configs/ was given a list: write routes=balanced, say, "
                              "and 'model.routes=[…]' for routes of your own.") from None
-    for cfg in jobs if not options.multirun else ():
-        keep_text(cfg, declared, cli_overrides(given))
-    return [OmegaConf.to_container(cfg, resolve=True) for cfg in jobs]
+    keep_text(cfg, declared, cli_overrides(settings))
+    return OmegaConf.to_container(cfg, resolve=True)
 
 
 def keep_text(cfg: DictConfig, declared: type[Settings], typed: Mapping[str, str]) -> None:

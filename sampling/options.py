@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import torch
 from pydantic import Field
@@ -118,11 +118,15 @@ class SamplingSettings(GuidanceSettings, WeightsSettings):
 # ---- read -----------------------------------------------------------------------------------------------------------
 
 
-def check_guided(settings: GuidanceSettings, cli_overrides: Mapping[str, str]) -> None:
-    """Raises ValueError for settings of guidance that are typed without a scale."""
+Guided = TypeVar("Guided", bound=GuidanceSettings)
+
+
+def check_guided(settings: Guided, cli_overrides: Mapping[str, str]) -> Guided:
+    """Returns the settings; raises ValueError for some of guidance that are typed without a scale."""
     if settings.scale is None:
         changed = [name for name, plain in NO_GUIDANCE if getattr(settings, name) != plain]
         refuse(cli_overrides, "guidance", *changed, why="nothing is guided without a scale; give scale=1.5")
+    return settings
 
 
 def build_guidance(

@@ -465,7 +465,7 @@ def write(record: dict, out: Path) -> None:
 
 def default_out(cfg: BenchmarkSettings) -> str:
     """Names the files of a measurement by what differs from the defaults, so that none replaces another's."""
-    [usual] = compose("benchmark", BenchmarkSettings, [])
+    usual = compose("benchmark", BenchmarkSettings, [])
     return f"bench/{cfg.mode}{name_of_changes(cfg.model_dump(mode='json', exclude={'mode', 'out'}), usual)}"
 
 

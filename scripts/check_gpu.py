@@ -529,7 +529,7 @@ def check_speed(machine: Machine, backbone: str) -> str:
         require(batch > 0, f"weights and optimizers, dense and routed, are {fixed / 1e9:.0f} GB")
     while True:
         try:
-            [plain] = compose("benchmark", benchmark.BenchmarkSettings, [
+            plain = compose("benchmark", benchmark.BenchmarkSettings, [
                 *settings, f"precision={precision}", f"batch_size={batch * machine.world}"])
             cfg = read(benchmark.BenchmarkSettings, plain)
             record = benchmark.time_train(cfg, machine.accelerator(precision))

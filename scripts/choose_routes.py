@@ -101,14 +101,19 @@ def step_ratio(cfg: ChoiceSettings, routes: tuple[Route, ...]) -> float:
     return run_apart([sys.executable, PROGRAM, *settings])["ratios"]["tread over dit"]
 
 
-@command("choose_routes", ChoiceSettings)
-def main(cfg: ChoiceSettings, cli_overrides: Mapping[str, str]) -> None:
+def check_settings(cfg: ChoiceSettings, cli_overrides: Mapping[str, str]) -> ChoiceSettings:
+    """Returns the settings; raises ValueError for some that would change nothing."""
     refuse(cli_overrides, "model.routes", "model.selection", "model.l1_reg", "model.inverse",
            why="this command chooses routes")
     if not cfg.measure:
         refuse(cli_overrides, "benchmark", why="nothing is timed without measure=true")
     if cfg.speedup is None:
         refuse(cli_overrides, "count", why="all presets are listed without speedup=")
+    return cfg
+
+
+@command("choose_routes", ChoiceSettings, check=check_settings)
+def main(cfg: ChoiceSettings) -> None:
     with torch.device("meta"):
         nets = [build_network(network_of(cfg.model, tokens) | {"routes": []}) for tokens in cfg.tokens]
     depth = len(nets[0].blocks)

@@ -280,8 +280,8 @@ def write_hub(trained: Trained, folder: Path, cfg: ExportSettings, name: str) ->
 # ---- entry ----------------------------------------------------------------------------------------------------------
 
 
-def check_out(cfg: ExportSettings, cli_overrides: Mapping[str, str]) -> Path:
-    """Returns the place to write to; raises ValueError for settings that contradict, or if it must not be replaced."""
+def check_settings(cfg: ExportSettings, cli_overrides: Mapping[str, str]) -> ExportSettings:
+    """Completes `out`; raises ValueError for settings that contradict, or if `out` must not be replaced."""
     if cfg.to != "hub":
         refuse(cli_overrides, "repo", "license", "private", "upload", why="it is for to=hub")
     if cfg.upload and not cfg.repo:
@@ -294,7 +294,7 @@ def check_out(cfg: ExportSettings, cli_overrides: Mapping[str, str]) -> Path:
     if out.exists() and not (cfg.overwrite and (out.is_file() or is_export(out))):
         raise ValueError(f"out={out} exists already: choose another name. overwrite=true replaces a .pt, and a folder "
                          f"that an export has made.")
-    return out
+    return cfg.model_copy(update={"out": str(out)})
 
 
 def is_export(folder: Path) -> bool:
@@ -326,10 +326,9 @@ def classes_of(trained: Trained) -> list[int] | None:
     return trained.classes if len(trained.classes) < trained.net.num_classes else None
 
 
-@command("export", ExportSettings)
-def main(cfg: ExportSettings, cli_overrides: Mapping[str, str]) -> None:
-    out = check_out(cfg, cli_overrides)
-    trained = cfg.load()
+@command("export", ExportSettings, check=check_settings)
+def main(cfg: ExportSettings) -> None:
+    out, trained = Path(cfg.out), cfg.load()
     if trained.inferred:
         print(trained.inferred)
     if trained.checkpoint.file.resolve().is_relative_to(out.resolve()):

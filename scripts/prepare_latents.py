@@ -170,14 +170,9 @@ def apply_label_map(source: ImageSource, label_map: str) -> None:
 # ---- main -----------------------------------------------------------------------------------------------------------
 
 
-@command("prepare_latents", PrepareSettings)
-def main(cfg: PrepareSettings, cli_overrides: Mapping[str, str]) -> None:
-    """Writes `source` to `out` as a latent folder. Raises ValueError for bad settings before anything slow starts."""
-    warnings.filterwarnings("ignore", module="PIL")  # they do not name the file; unreadable files are listed anyway
-    # Ranks may finish one shard apart. For a VAE on a CPU, that takes longer than a barrier's usual timeout.
-    state = join_ranks(False, cfg.tf32, {"precision": cfg.precision}, timeout=timedelta(days=7))
-    out, is_shapes = Path(cfg.out), cfg.source == "shapes"
-    resolution = cfg.resolution or (16 if is_shapes else 256)
+def check_settings(cfg: PrepareSettings, cli_overrides: Mapping[str, str]) -> PrepareSettings:
+    """Completes `resolution`, `autoencoder` and `kind`; raises ValueError for settings that would change nothing."""
+    is_shapes = cfg.source == "shapes"
     autoencoder = cfg.autoencoder or ("identity" if is_shapes else "sd_vae_ema")
     kind = cfg.kind or ("sample" if autoencoders.samples_only(autoencoder) else "moments")
     if not is_shapes:
@@ -186,7 +181,17 @@ def main(cfg: PrepareSettings, cli_overrides: Mapping[str, str]) -> None:
         refuse(cli_overrides, "patch_size", why="only teacher=<name> reads it, as the patch size of your network")
     if kind == "moments":
         refuse(cli_overrides, "seed", why="kind=moments stores means and deviations and samples nothing")
+    return cfg.model_copy(update={
+        "resolution": cfg.resolution or (16 if is_shapes else 256), "autoencoder": autoencoder, "kind": kind})
 
+
+@command("prepare_latents", PrepareSettings, check=check_settings)
+def main(cfg: PrepareSettings) -> None:
+    """Writes `source` to `out` as a latent folder. Raises ValueError for bad settings before anything slow starts."""
+    warnings.filterwarnings("ignore", module="PIL")  # they do not name the file; unreadable files are listed anyway
+    # Ranks may finish one shard apart. For a VAE on a CPU, that takes longer than a barrier's usual timeout.
+    state = join_ranks(False, cfg.tf32, {"precision": cfg.precision}, timeout=timedelta(days=7))
+    out, resolution, autoencoder, kind = Path(cfg.out), cfg.resolution, cfg.autoencoder, cfg.kind
     source = open_source(cfg.source, cfg.shapes.count, cfg.shapes.seed, cfg.labels, cfg.image_column,
                          cfg.label_column)
     if cfg.label_map is not None:
@@ -210,7 +215,7 @@ def main(cfg: PrepareSettings, cli_overrides: Mapping[str, str]) -> None:
     if resolution % vae.downsample:
         raise ValueError(f"resolution={resolution} is not divisible by {vae.downsample}, the factor by which "
                          f"{autoencoder} downsamples images.")
-    if not is_shapes and state.is_main_process and (note := note_dark_images(source)):
+    if cfg.source != "shapes" and state.is_main_process and (note := note_dark_images(source)):
         print(note)
     side = resolution // vae.downsample
     teacher, arrays = None, {}

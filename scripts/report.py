@@ -426,7 +426,7 @@ def as_settings(arguments: list[str]) -> list[str]:
     return [*others, *([f"runs={json.dumps(given, ensure_ascii=False)}"] if given else [])]
 
 
-@command("report", ReportSettings, as_settings)
+@command("report", ReportSettings, rewrite=as_settings)
 def main(cfg: ReportSettings) -> None:
     print(build(cfg))
     while cfg.watch:

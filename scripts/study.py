@@ -175,8 +175,8 @@ def check_commands(cfg: StudySettings, runs: list[Run]) -> None:
         try:
             settings_composed(tuple(run.train))
             for point in (*run.at_end, *run.at_each) if "score" in cfg.tasks else ():
-                for plain in compose("fid", ScoringSettings, [f"checkpoint={run.folder}", *cfg.study.score, *point]):
-                    read(ScoringSettings, plain)
+                scored = [f"checkpoint={run.folder}", *cfg.study.score, *point]
+                read(ScoringSettings, compose("fid", ScoringSettings, scored))
         except ValueError as error:
             raise ValueError(f"variant {run.variant}: {error}") from None
 
@@ -241,8 +241,7 @@ def record_of(run: Run) -> dict | None:
 @cache
 def settings_composed(train: tuple[str, ...]) -> dict:
     """Returns a run's settings as its checkpoints record them: diffusion=rf_uniform, for instance, is named rf."""
-    [plain] = compose("config", TrainSettings, list(train))
-    return read(TrainSettings, plain).model_dump(mode="json")
+    return read(TrainSettings, compose("config", TrainSettings, list(train))).model_dump(mode="json")
 
 
 def finished(run: Run) -> bool:

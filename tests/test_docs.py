@@ -13,8 +13,6 @@ from typing import get_type_hints
 
 import pytest
 from conftest import ROOT
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
 import sample
 from runtime import typed
@@ -69,10 +67,8 @@ def composed(line):
     given = [word for word in given[: given.index("|") if "|" in given else None] if word != "x"]
     if script == "scripts/report.py":
         given = report.as_settings(given)
-    if "--multirun" in given:
-        return [read(declared, plain) for plain in typed.compose(config, declared, given)]
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        return read(declared, OmegaConf.to_container(compose(config, overrides=given), resolve=True))
+    jobs = typed.jobs_of(word for word in given if word != "--multirun") if "--multirun" in given else [given]
+    return [read(declared, typed.compose(config, declared, job)) for job in jobs]
 
 
 @pytest.mark.parametrize("page", [*PAGES, *CODE], ids=lambda page: str(page.relative_to(ROOT)))

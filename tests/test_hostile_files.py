@@ -31,7 +31,7 @@ from latents.folder import map_npy, open_latents
 from latents.images import open_source
 from latents.labels import check_names, read_table
 from runtime import files
-from runtime.typed import compose, read_foreign_yaml
+from runtime.typed import parse_options, read_foreign_yaml
 from sampling.pictures import draw_grid
 from scoring.features import load_extractor
 from scoring.image_sets import open_images
@@ -39,7 +39,6 @@ from scoring.results import read_results
 from scoring.score import open_reference
 from scoring.statistics import FeatureCache, save_cached
 from scripts import export, merge_lora, report
-from training.settings import TrainSettings
 from weights import averages
 from weights import checkpoint as checkpoints
 from weights.autoencoders import load_autoencoder
@@ -146,7 +145,7 @@ PICKLES = {  # where one is: what writes it in a folder, what reads it there, wh
                        "x.npy holds Python objects as a pickle, which can run code and is never loaded: save images")
        for i, value in enumerate(({"mu": Harm()}, [Harm(), None]))},
     **{f"Hydra's run {option}": (lambda at: (at / "x.pkl").write_bytes(pickle.dumps(Harm())),
-                                 lambda at, option=option: compose("config", TrainSettings, [option]),
+                                 lambda at, option=option: parse_options([option]),
                                  "settings have no dashes")
        for option in ("--experimental-rerun=x.pkl", "--experimental-rerun", "--exp=x.pkl")},
 }

@@ -8,7 +8,7 @@ import copy
 import math
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -33,7 +33,7 @@ from scoring.features import load_extractor
 from scoring.score import Evaluator, available_metrics, measure_references, open_reference
 from training import speed
 from training.optimizers import build_optimizer
-from training.settings import ModelSettings, TrainSettings
+from training.settings import ModelSettings, TrainSettings, describe_unfinished_warmup
 from weights import autoencoders
 from weights import lora as adapters
 from weights.averages import kinds
@@ -177,17 +177,12 @@ def choose_sizes(cfg: TrainSettings, accelerator: Accelerator, count: int) -> Tr
     if (batch_size, steps) != (cfg.batch_size, cfg.steps):
         accelerator.print(f"For {count:,} latents: batch_size={batch_size} steps={steps}. Set either to change it.")
     check_batch_size(batch_size, count, accelerator.num_processes, cfg.grad_accum_steps)
-    return cfg.model_copy(update={"batch_size": batch_size, "steps": steps})
-
-
-def check_warmup(cfg: TrainSettings, accelerator: Accelerator, cli_overrides: Mapping[str, str]) -> None:
-    """Raises ValueError for a typed warmup that is longer than the run; only prints a line if a preset set it."""
-    warmup, steps = cfg.optimizer.warmup_steps, cfg.steps
-    if warmup > steps:
-        reached = f"at steps={steps} the learning rate ends at {steps / warmup:.0%} of optimizer.lr"
-        if "optimizer.warmup_steps" in cli_overrides:
-            raise ValueError(f"optimizer.warmup_steps={warmup} is longer than the run: {reached}. Shorten it.")
-        accelerator.print(f"optimizer.warmup_steps={warmup} is longer than the run: {reached}.")
+    sized = cfg.model_copy(update={"batch_size": batch_size, "steps": steps})
+    if unfinished := describe_unfinished_warmup(sized):
+        if cfg.steps is None:
+            raise ValueError(f"{unfinished} Shorten it.")
+        accelerator.print(unfinished)
+    return sized
 
 
 def latent_shape(cfg: TrainSettings, latents: Latents) -> tuple[int, int, int]:
@@ -313,7 +308,7 @@ def check_kept(latents: Latents, model: DiT, schedule: RouteSchedule) -> None:
                              f"less and path_drop to 0 in model.routes, or keep_masked=false.")
 
 
-def make_run(cfg: TrainSettings, accelerator: Accelerator, cli_overrides: Mapping[str, str]) -> Run:
+def make_run(cfg: TrainSettings, accelerator: Accelerator) -> Run:
     """Builds a run at step 0; raises ValueError, with the setting to change, for settings that cannot work."""
     if cfg.sharding == "fsdp" and not torch.distributed.is_initialized():
         raise ValueError("sharding=fsdp splits a network over ranks, but this is a single process: start it with "
@@ -323,7 +318,6 @@ def make_run(cfg: TrainSettings, accelerator: Accelerator, cli_overrides: Mappin
         speed.check_float8(accelerator.device)
     latents = open_data(cfg, accelerator)
     cfg = choose_sizes(cfg, accelerator, latents.count)
-    check_warmup(cfg, accelerator, cli_overrides)
     record = describe_run(cfg, latents, accelerator.num_processes, accelerator.device)
     model = initial_network(cfg, record, accelerator.device)
     schedule = build_schedule(model, record.get("route_schedule", {}), cfg.seed)

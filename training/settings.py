@@ -202,12 +202,23 @@ def check_settings(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> Trai
     check_objective(cfg.objective)
     check_averages(cfg)
     check_scales(cfg)
+    if "optimizer.warmup_steps" in cli_overrides and (unfinished := describe_unfinished_warmup(cfg)):
+        raise ValueError(f"{unfinished} Shorten it.")
     if cfg.lora.rank is not None and cfg.init_from is None:
         raise ValueError(f"lora.rank={cfg.lora.rank} adapts trained weights: give init_from=<a run, a checkpoint or a "
                          f"weights file>.")
     is_as_published = any(key.partition(".")[0] == "published" for key in cli_overrides) or all(
         key.partition(".")[0] in AS_PUBLISHED or key in AS_PUBLISHED for key in cli_overrides)
     return cfg if is_as_published else cfg.model_copy(update={"published": None})
+
+
+def describe_unfinished_warmup(cfg: TrainSettings) -> str | None:
+    """Describes a warmup that is longer than the run; None for a shorter one, and where steps are not chosen yet."""
+    warmup, steps = cfg.optimizer.warmup_steps, cfg.steps
+    if steps is None or warmup <= steps:
+        return None
+    return (f"optimizer.warmup_steps={warmup} is longer than the run: at steps={steps} the learning rate ends at "
+            f"{steps / warmup:.0%} of optimizer.lr.")
 
 
 def check_pairs(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> None:
@@ -240,9 +251,9 @@ def check_chosen(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> None:
         added = [name for name in cfg.objective
                  if name not in chosen and not any(key.startswith(f"objective.{name}") for key in cli_overrides)]
         if added and {*chosen} <= {*cfg.objective}:  # a file's name may differ from its objective's
+            both = f"objective=[{','.join([*added, *chosen])}] for all of them, or " if chosen else ""
             raise ValueError(f"objective={cli_overrides['objective']} would train {added[0]} as well, which the "
-                             f"experiment sets: write objective=[{','.join([*added, *chosen])}] for all of them, or "
-                             f"~objective.{added[0]} to leave it out.")
+                             f"experiment sets: write {both}~objective.{added[0]} to leave it out.")
 
 
 def check_averages(cfg: TrainSettings) -> None:

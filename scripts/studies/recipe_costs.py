@@ -55,7 +55,7 @@ RECIPES = {
 
 
 def settings(backbone: str, overrides: list[str]) -> TrainSettings:
-    [plain] = compose("config", TrainSettings, [
+    plain = compose("config", TrainSettings, [
         "model=tread", "diffusion=rf_uniform", *overrides, f"model.backbone_type={backbone}"])
     return read(TrainSettings, plain)
 

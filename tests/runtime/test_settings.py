@@ -174,10 +174,10 @@ def call(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
 
-    def call(main, *arguments):
+    def call(main, *arguments, **checked):
         monkeypatch.setattr(sys, "argv", ["folder/small.py", *arguments])
         try:
-            command("small", Small)(main)()
+            command("small", Small, **checked)(main)()
         except SystemExit as stop:
             return (stop.code, capsys.readouterr().err.strip()) if isinstance(stop.code, int) else (1, stop.code)
         return 0, capsys.readouterr().out.strip()
@@ -196,10 +196,16 @@ def test_a_command_gets_the_settings_of_its_file_and_of_the_command_line(call):
 @pytest.mark.parametrize(("arguments", "told"), [
     ([], None), (["place=null"], None), (["steps=5"], "steps=5 would change nothing: there is none."),
     (["++steps=5", "place=sea"], "steps=5 place=sea would change nothing: there is none."),
+    (["--multirun", "place=null,sea"], "place=sea would change nothing: there is none."),  # before the first job
 ])
 def test_a_typed_setting_without_effect_is_refused_and_one_of_a_file_is_not(call, arguments, told):
-    said = call(lambda cfg, cli_overrides: refuse(cli_overrides, "steps", "place", why="there is none"), *arguments)
-    assert said == ((0, "") if told is None else (1, f"small.py: {told}"))
+    def check(cfg, cli_overrides):
+        refuse(cli_overrides, "steps", "place", why="there is none")
+        return cfg
+
+    ran = []
+    said = call(ran.append, *arguments, check=check)
+    assert len(ran) == (told is None) and said == ((0, "") if told is None else (1, f"small.py: {told}"))
 
 
 def fail_by(error):

@@ -22,7 +22,7 @@ from test_tf32 import commands
 from runtime import notebook, schema
 from runtime.command import command, mistake, program
 from runtime.schema import as_argument, as_setting, read
-from runtime.typed import cli_overrides, compose, parse_options, read_job
+from runtime.typed import cli_overrides, compose, jobs_of, parse_options, read_job
 from sample import SampleSettings
 from scripts import plan, prepare_latents, report
 from training.settings import TrainSettings
@@ -35,8 +35,9 @@ ODD = [*PLAIN, "null", "no", "~", "-nan", "a,b", "[a]", "{a: 1}", 'say "a"', "ba
 
 
 def train_settings(*arguments):
-    [plain] = compose("config", TrainSettings, list(arguments))
-    return read_job(TrainSettings, plain, "config", cli_overrides(parse_options(list(arguments))[1]))
+    options, given = parse_options(list(arguments))
+    return read_job(TrainSettings, compose("config", TrainSettings, given, options.config_dir), "config",
+                    cli_overrides(given))
 
 
 def settings_of(name):
@@ -71,15 +72,13 @@ def text_keys(declared, prefix=""):
 def test_every_text_setting_of_every_command_is_what_was_typed(name):
     declared = settings_of(name)
     keys = [*text_keys(declared)]
-    [plain] = compose(name, declared, [f"{key}=1_{i}" for i, key in enumerate(keys)])
-    values = schema.leaves(plain)
+    values = schema.leaves(compose(name, declared, [f"{key}=1_{i}" for i, key in enumerate(keys)]))
     assert keys and [values[key] for key in keys] == [f"1_{i}" for i in range(len(keys))]
 
 
 def test_text_in_a_list_is_what_was_typed_or_an_error_says_that_it_needs_quotes():
-    cfg = read(SampleSettings,
-               compose("sample", SampleSettings,
-                       ["classes=[yes,007, 7,'8','1e3','größe, klein']", "checkpoint=null", "seeds=7"])[0])
+    cfg = read(SampleSettings, compose("sample", SampleSettings, [
+        "classes=[yes,007, 7,'8','1e3','größe, klein']", "checkpoint=null", "seeds=7"]))
     assert cfg.classes == ["yes", "007", 7, "8", "1e3", "größe, klein"] and cfg.checkpoint is None and cfg.seeds == 7
     with pytest.raises(ValueError, match=r"^samples.classes.0=1000.0: .* Text needs quotes\.$"):
         train_settings("samples.classes=[1e3,a]")
@@ -89,11 +88,15 @@ def test_text_in_a_list_is_what_was_typed_or_an_error_says_that_it_needs_quotes(
         train_settings("samples.classes=[größe,'b']")
 
 
-def test_several_values_of_a_sweep_are_each_a_job(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    found = compose("sample", SampleSettings, ["cpu=true", "--multirun", "checkpoint='1_1',007", "weights=größe"])
-    assert [plain["checkpoint"] for plain in found] == ["1_1", "007"] and not [*tmp_path.iterdir()]
-    assert {plain["weights"] for plain in found} == {"größe"}
+@pytest.mark.parametrize(("setting", "values"), [
+    ("checkpoint=1_1,007", ["1_1", "007"]), ("checkpoint=2025_11_25", ["2025_11_25"]), ("seeds=range(1,3)", [1, 2]),
+    ("checkpoint='a, b',\"it's\",größe", ["a, b", "it's", "größe"]), ("classes=[1,2],null", [[1, 2], None]),
+    ("weights=größe (1)", ["größe (1)"]), ("seeds=0,1", [0, 1]),
+    ("routes=[{start_layer_idx: 1, end_layer_idx: 2}],[]", [[{"start_layer_idx": 1, "end_layer_idx": 2}], []]),
+])  # fmt: skip
+def test_several_values_of_a_sweep_are_each_a_job_of_what_was_typed(setting, values):
+    composed = [compose("sample", SampleSettings, job) for job in jobs_of(["cpu=true", setting])]
+    assert [(plain[setting.partition("=")[0]], plain["cpu"]) for plain in composed] == [(each, True) for each in values]
 
 
 @pytest.mark.parametrize("text", ODD)
@@ -127,7 +130,7 @@ def test_a_tilde_is_the_home_folder(monkeypatch):
                          "objective.alignment.teacher='~/t.pt'", "name=~x")
     assert (cfg.data.path, cfg.init_from, cfg.objective["alignment"]["teacher"], cfg.name) == ("/users/me/x",
             "/users/me/y", "/users/me/t.pt", "~x")
-    plain = compose("report", report.ReportSettings, ["runs=[~/a,b/~]"])[0]
+    plain = compose("report", report.ReportSettings, ["runs=[~/a,b/~]"])
     assert read(report.ReportSettings, plain).runs == ["/users/me/a", "b/~"]
     assert schema.as_path("~/z") == Path("/users/me/z")
 

@@ -407,7 +407,7 @@ def test_the_rows_of_several_networks_are_all_the_studys_and_are_made_once(tmp_p
 
     def scored(cfg, program, overrides):
         called.append(program)
-        [plain] = study.compose("fid", fid.ScoringSettings, overrides)
+        plain = study.compose("fid", fid.ScoringSettings, overrides)
         with results.open("a") as file:
             for name in ("fd_pixels", "fd_torchscript"):
                 file.write(json.dumps({"tag": plain["tag"]} | ROW | {"metrics": {name: 1.0}}) + "\n")
