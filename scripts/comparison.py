@@ -248,6 +248,9 @@ def tables(result: dict) -> str:
         if run["step"] < (run["steps"] or math.inf):
             lines.append(f"* {run['variant']}, seed {run['seed']}: not finished, {run['step']} of "
                          f"{run['steps'] or '?'} steps.")
+    if mixed := measured_differently(result):
+        lines.append(f"* Scored against different references, or on different weights of an extractor, so with care: "
+                     f"{'; '.join(mixed)}.")
     lines += ["", "Mean ± standard deviation over seeds (of n − 1), n seeds; lower is better. Verdicts, with the 95 % "
               "t interval on the mean difference, and equal seconds and FLOPs: docs/training.md, Comparing variants. A "
               "crossing is shown where one is lower and the other one at the end.",
@@ -262,6 +265,20 @@ def tables(result: dict) -> str:
         lines += ["", f"Seconds of a step were timed in turns on one machine, {timing['device']}, torch "
                       f"{timing['torch']}, commit {timing['commit']}.", *ratios(result)]
     return "\n".join(lines) + "\n"
+
+
+def measured_differently(result: dict) -> list[str]:
+    """Lists the compared variants whose scores of one seed have several references or weights of an extractor."""
+    mixed = {}
+    for *pair, metric in ((*found["between"], found.get("metric")) for found in result["crossings"]):
+        sides = unguided(result["runs"], *pair, metric=metric)
+        measured = defaultdict(set)
+        for by_seed in (by_seed for at in sides for by_seed in at.values()):
+            for seed, score in by_seed.items():
+                measured[seed].add((score.get("extractor_sha256"), score.get("reference_sha256")))
+        if any(len(each) > 1 for each in measured.values()):
+            mixed[f"{' and '.join(pair)}, {metric}"] = None
+    return [*mixed]
 
 
 def ratios(result: dict) -> list[str]:

@@ -350,6 +350,17 @@ def test_scores_of_one_metric_and_number_of_images_are_compared_those_of_which_t
     assert comparison.crossing(runs, "a", "b", "images", "fd_other")["difference"] == 0.25
 
 
+@pytest.mark.parametrize(("reference", "weights", "listed"), [
+    ("one", "one", []), ("two", "one", ["a and b, fd"]), ("one", "two", ["a and b, fd"])])
+def test_a_comparison_of_scores_by_two_references_or_two_networks_is_listed(reference, weights, listed):
+    runs = [of("a", 0, (10, 5)), of("b", 0, (10, 7)), of("b", 1, (10, 7))]
+    for run, measured in zip(runs, [("one", "one"), (weights, reference), ("other", "other")], strict=True):
+        run["scores"][0] |= dict(zip(("extractor_sha256", "reference_sha256"), measured, strict=True))
+    crossings = [comparison.crossing(runs[:2], "a", "b", axis, "fd") for axis in comparison.AXES]
+    assert comparison.measured_differently({"runs": runs[:2], "crossings": crossings}) == listed
+    assert comparison.measured_differently({"runs": [runs[0], runs[2]], "crossings": crossings}) == []  # no pair
+
+
 def test_curves_are_of_the_seeds_that_both_variants_have_where_the_shorter_one_ends():
     a = [of("a", 0, (10, 5), (20, 3)), of("a", 1, (10, 7), (20, 5)), of("a", 2, (10, 9))]
     b = [of("b", seed, (10, 6 + seed)) for seed in range(3)]
