@@ -37,7 +37,7 @@ from sampling.options import (
     labels_of,
     unscored_classes,
 )
-from scoring.features import Extractor, are_known, describe_extractor, load_extractor, versions
+from scoring.features import Extractor, check_extractors, describe_extractor, load_extractor, versions
 from scoring.image_sets import (
     H100,
     Images,
@@ -78,7 +78,7 @@ from scoring.statistics import FeatureCache, measure
 from weights.averages import AnyWeights
 from weights.loading import Checkpoint, find_on_main_rank
 
-Networks = Annotated[str | NonEmptyList[str], AfterValidator(are_known)]
+Networks = Annotated[str | NonEmptyList[str], AfterValidator(check_extractors)]
 
 
 class ScoringSettings(SamplingSettings):

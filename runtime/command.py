@@ -26,7 +26,7 @@ from runtime.schema import CONFIGS, Declared, Settings, declared_keys, first_lin
 from runtime.typed import (
     cli_overrides,
     compose,
-    files_of,
+    config_files,
     group_defaults,
     jobs_of,
     parse_options,
@@ -266,17 +266,18 @@ def help_of(main: Callable, config_name: str) -> str:
         parts[-1] += "\n" + textwrap.fill(choices, 120, subsequent_indent=28 * " ",
                                           initial_indent=f"  {group}={choice or 'null'}".ljust(28))
     parts.append("Settings, written as key=value, or key.key=value where they are nested:")
-    parts += map(settings_in, files_of(f"{config_name}.yaml"))
+    parts += map(documented_settings, config_files(f"{config_name}.yaml"))
     for group, choice in groups.items():
-        for file in files_of(f"{group}/{choice}.yaml") if choice else ():
+        for file in config_files(f"{group}/{choice}.yaml") if choice else ():
             is_global = "@package _global_" in file.read_text(encoding="utf-8")
-            parts.append(settings_in(file) if is_global else f"{group}:\n{textwrap.indent(settings_in(file), '  ')}")
+            text = documented_settings(file)
+            parts.append(text if is_global else f"{group}:\n{textwrap.indent(text, '  ')}")
     parts.append("Options: --multirun (or -m) tries several values, such as seed=0,1. --cfg job prints the settings. "
                  "--config-dir <folder> adds a folder like configs/.")
     return "\n\n".join(filter(None, parts))
 
 
-def settings_in(file: Path) -> str:
+def documented_settings(file: Path) -> str:
     """Returns a YAML file without what only Hydra reads."""
     text, hydra_only = file.read_text(encoding="utf-8"), r"^(defaults|hydra):.*\n(?:[ -].*\n)*|^# @package.*\n"
     return re.sub(r"\n{3,}", "\n\n", re.sub(hydra_only, "", text, flags=re.M)).strip()

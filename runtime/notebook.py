@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 
-def shell() -> object | None:
+def ipython_shell() -> object | None:
     """Returns this process's IPython shell, if it has one."""
     module = sys.modules.get("IPython")
     return module and module.get_ipython()
@@ -12,12 +12,12 @@ def shell() -> object | None:
 
 def is_kernel() -> bool:
     """True if this process prints into a notebook."""
-    return getattr(shell(), "kernel", None) is not None
+    return getattr(ipython_shell(), "kernel", None) is not None
 
 
 def has_command_line() -> bool:
     """True if sys.argv is a command's own: a notebook's holds the settings of its kernel."""
-    return shell() is None or hasattr(sys.modules["__main__"], "__file__")  # %run sets __file__
+    return ipython_shell() is None or hasattr(sys.modules["__main__"], "__file__")  # %run sets __file__
 
 
 def hides_bars(silent: bool = False) -> bool | None:

@@ -117,14 +117,14 @@ def as_setting(key: str, value: object) -> str:
 RESERVED = ("null", "true", "false", "nan", "inf")  # words of Hydra's grammar
 
 
-def shell(argument: str) -> str:
+def quote_for_bash(argument: str) -> str:
     """Quotes an argument for bash, in double quotes where that is easier to read."""
     return f'"{argument}"' if "'" in argument and not re.search(r'["$`\\!]', argument) else shlex.quote(argument)
 
 
 def as_argument(key: str, value: object) -> str:
     """Writes a setting so that it can be pasted into bash: runs/x as it is, with spaces "checkpoint='runs/a b'"."""
-    return shell(as_setting(key, value))
+    return quote_for_bash(as_setting(key, value))
 
 
 def first_line(error: Exception) -> str:

@@ -68,18 +68,18 @@ def cli_overrides(arguments: Iterable[str]) -> dict[str, str]:
 
 def group_defaults(config_name: str) -> dict[str, str | None]:
     """Lists the groups of configs that a command has, with the default choice of each."""
-    entries = [entry for file in files_of(f"{config_name}.yaml") for entry in read_yaml(file).get("defaults", [])]
+    entries = [entry for file in config_files(f"{config_name}.yaml") for entry in read_yaml(file).get("defaults", [])]
     return {key.removeprefix("override "): choice for entry in entries if isinstance(entry, dict)
             for key, choice in entry.items() if "@" not in key}
 
 
-def files_of(name: str) -> Iterator[Path]:
+def config_files(name: str) -> Iterator[Path]:
     """Lists a file of configs/, preceded by the files that it includes."""
     file = CONFIGS / name
     for entry in read_yaml(file).get("defaults", []):
         if isinstance(entry, str) and entry != "_self_":
             included = entry.partition("@")[0]
-            yield from files_of(f"{included[1:] if included[0] == '/' else Path(name).parent / included}.yaml")
+            yield from config_files(f"{included[1:] if included[0] == '/' else Path(name).parent / included}.yaml")
     yield file
 
 

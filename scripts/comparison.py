@@ -57,7 +57,7 @@ def measure_in_words(*sides: Scores) -> str:
     return next((f"{score['metric']} of {score['num_samples']:,} images" for score in scores), "")
 
 
-def spread(values: list[float]) -> float | None:
+def deviation(values: list[float]) -> float | None:
     """Returns the standard deviation over seeds (of n − 1), None where there is one seed."""
     return statistics.stdev(values) if len(values) > 1 else None
 
@@ -97,7 +97,7 @@ def curve(at: Scores, axis: str, seeds: set[int]) -> list[tuple[float, float, fl
     for by_seed in at.values():
         if seeds and seeds <= by_seed.keys() and (place := by_seed[min(seeds)][axis]):
             values = [by_seed[seed]["value"] for seed in seeds]
-            points.append((place, statistics.mean(values), spread(values)))
+            points.append((place, statistics.mean(values), deviation(values)))
     return points
 
 
@@ -214,7 +214,7 @@ class RecordedStudy(Record):
 def mean_of(values: list[float]) -> str:
     if len(values) == 1:
         return f"{values[0]:.3f} (n=1)"
-    return f"{statistics.mean(values):.3f} ± {spread(values):.3f} (n={len(values)})" if values else ""
+    return f"{statistics.mean(values):.3f} ± {deviation(values):.3f} (n={len(values)})" if values else ""
 
 
 def with_variety(scores: Iterable[dict]) -> str:

@@ -132,7 +132,7 @@ def build(backbone: str, tokens: int, routed: bool) -> DiT:
 
 
 @cache
-def held(backbone: str, tokens: int, routed: bool) -> tuple[int, int]:
+def bytes_held(backbone: str, tokens: int, routed: bool) -> tuple[int, int]:
     """Counts the bytes that a GPU holds in training without images, and those that each image of a pass adds."""
     return training_memory.bytes_in_training(partial(build, backbone, tokens, routed))
 
@@ -142,7 +142,7 @@ def activations() -> str:
     rows = []
     networks = [(f"DiT-{size}/2", tokens) for tokens in (256, 1024) for size in SIZES]
     for backbone, tokens in networks + [(backbone, 256) for backbone in OTHERS]:
-        pair = [held(backbone, tokens, routed) for routed in (False, True)]
+        pair = [bytes_held(backbone, tokens, routed) for routed in (False, True)]
         images = [f"{an_image / 1e6:,.0f}" for _, an_image in pair]
         full = [[f"{(fixed + batch * an_image) / 1e9:,.0f}" for fixed, an_image in pair] for batch in IMAGES_A_GPU]
         parts = [[f"{BATCH // max(1, training_memory.images_that_fit(*each, memory * 1e9, BATCH))}" for each in pair]

@@ -187,7 +187,7 @@ def waits_for(run: Run, runs: list[Run]) -> Run | None:
     return next((parent for parent in parents if not finished(parent)), None)
 
 
-def share(runs: list[Run], part: str | None) -> list[Run]:
+def own_part(runs: list[Run], part: str | None) -> list[Run]:
     """Returns the runs of this process; raises ValueError for a `part` of another form."""
     if part is None:
         return runs
@@ -234,7 +234,7 @@ def record_of(run: Run) -> dict | None:
     meta, made = checkpoints.read_meta(folder), settings_composed(tuple(run.train))
     other = {key: asked if (own := leaf(meta["config"], key)) == leaf(made, key) else own
              for key, asked in settings_of(run.train).items()}
-    refuse_foreign(run, run.folder, other, meta["step"])
+    refuse_other_run(run, run.folder, other, meta["step"])
     return meta
 
 
@@ -395,7 +395,7 @@ def leaf(tree: object, key: str) -> object:
     return value.get("name") if isinstance(value, dict) else value
 
 
-def refuse_foreign(run: Run, where: object, other: dict[str, object], step: int) -> None:
+def refuse_other_run(run: Run, where: object, other: dict[str, object], step: int) -> None:
     """Raises ValueError for a run that is at a later `step`, or has `other` settings, than this study asks for."""
     for key, asked in settings_of(run.train).items():
         if other.get(key) not in (None, asked):
@@ -467,7 +467,7 @@ def recorded(cfg: StudySettings) -> list[RecordedStudy]:
             for old in studies[-1].runs:
                 if old["variant"] in cfg.study.variants:  # its seed is compared, whether or not the study lists it
                     run = run_of(cfg, old["variant"], old["seed"])
-                    refuse_foreign(run, path, settings_of(old.get("train", [])), old["step"])
+                    refuse_other_run(run, path, settings_of(old.get("train", [])), old["step"])
     return studies
 
 
@@ -538,7 +538,7 @@ def main(cfg: StudySettings) -> None:
     runs = runs_of(cfg)
     check_commands(cfg, runs)
     old = furthest(run for study in recorded(cfg) for run in study.runs)
-    own = [run for run in share(runs, cfg.part) if cfg.only is None or run.variant in cfg.only]
+    own = [run for run in own_part(runs, cfg.part) if cfg.only is None or run.variant in cfg.only]
     for run in own:
         record_of(run)  # refuses another run's folder before anything slow
     if "score" in cfg.tasks and (cfg.part or "1/").startswith("1/"):

@@ -120,8 +120,7 @@ def test_equal_settings_behave_alike():
             check_settings(cfg, typed)
 
 
-PUBLISHED = [name
-             for name in EXPERIMENTS
+PUBLISHED = [name for name in EXPERIMENTS
              if re.search(r"^published:(?! null)", (CONFIGS / "experiment" / f"{name}.yaml").read_text(), re.M)]
 DEPTHS = {"s2": 12, "b2": 12, "l2": 24, "xl2": 28, "xl1": 28, "mamba": 20, "rwkv": 18}
 VERSION_1 = {12: [(0, 4), (6, 9)], 28: [(0, 10), (13, 21)]}  # the routes of the paper's first version, by depth

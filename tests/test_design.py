@@ -77,9 +77,8 @@ def test_at_most_ten_files_at_the_top_level_and_the_page_names_each_file_and_pac
 
 
 def test_a_folders_file_is_found_by_its_name_alone():
-    names = [path.stem for name in ORDER
-             for path in (ROOT / name).glob("*.py") if path.stem != "__init__"] + [path.stem
-                                                                                   for path in ROOT.glob("*.py")]
+    names = [path.stem for folder in (ROOT, *map(ROOT.joinpath, ORDER)) for path in folder.glob("*.py")
+             if path.stem != "__init__"]
     assert sorted(names) == sorted(set(names)), sorted(name for name in set(names) if names.count(name) > 1)
 
 

@@ -99,8 +99,8 @@ def test_every_link_leads_somewhere_and_no_line_is_too_long(page):
         file = page.parent / name if name else page
         assert file.exists(), f"{page.name} links to {target}, which is not there"
         if place:
-            headings = [anchor(line.lstrip("#"))
-                        for line in file.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
+            lines = file.read_text(encoding="utf-8").splitlines()
+            headings = [anchor(line.lstrip("#")) for line in lines if line.startswith("#")]
             assert place in headings, f"{page.name} links to {target}, which has no such heading"
     assert not [line for line in text.splitlines() if len(line) > 120]
 

@@ -139,9 +139,8 @@ def test_scores_say_how_they_were_guided(run, reference, tmp_path):
     assert tread["source"]["evaluations"] == 3 and auto["source"]["evaluations"] == 4  # one pass where the ratios meet
     assert heun["source"]["evaluations"] == 3 and heun["source"]["sampler"] == {"solver": "heun"}
     assert len({row["metrics"]["fd_pixels"] for row in (plain, tread, auto, heun)}) == 4
-    net = load_trained(run).net
-    assert plain["source"]["multiply_adds"] == dict(zip(("linear", "attention"), (2 * n for n in multiply_adds(net)),
-                                                        strict=True))
+    linear, attention = multiply_adds(load_trained(run).net)
+    assert plain["source"]["multiply_adds"] == {"linear": 2 * linear, "attention": 2 * attention}
 
 
 def test_several_scales_and_ratios_are_scored_by_one_command_and_the_report_names_the_best(run, reference, tmp_path,

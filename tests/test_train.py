@@ -106,8 +106,8 @@ def test_a_nan_in_the_data_is_named_before_the_learning_rate_is_blamed(shapes, t
     np.load(data_file, mmap_mode="r+")[:] = whole
     assert train_here(tmp_path / "saved", data, *small).returncode == 0
     np.load(data_file, mmap_mode="r+")[1:] = np.nan
-    assert "and the same command resumes." in train_here(tmp_path / "saved", data, *small, "steps=9",
-                                                         "max_skipped_in_row=3").stderr
+    stopped = train_here(tmp_path / "saved", data, *small, "steps=9", "max_skipped_in_row=3")
+    assert "and the same command resumes." in stopped.stderr
     np.load(data_file, mmap_mode="r+")[:] = whole
     assert train_here(tmp_path / "saved", data, *small, "steps=9", "max_skipped_in_row=3").returncode == 0
 
@@ -566,8 +566,8 @@ def test_a_small_custom_set_gets_a_batch_and_steps_that_fit(tmp_path, capsys, fr
                 "samples.num_steps=2", "precision=fp32", "steps=2", "cpu=true", "compile=false")
     assert "For 60 latents: batch_size=15 steps=2." in capsys.readouterr().out
     meta = checkpoints.read_meta(checkpoints.latest(run))
-    assert meta["batch_size"] == 15 and meta["network"].items() >= {"in_channels": 3, "input_size": 16,
-                                                                    "num_classes": 3}.items()
+    own = {"in_channels": 3, "input_size": 16, "num_classes": 3}
+    assert meta["batch_size"] == 15 and meta["network"].items() >= own.items()
     assert (run / "samples/step-00000002.png").is_file()
 
 

@@ -24,7 +24,7 @@ from runtime.files import atomic_write, inside, record_sha256, remove, sha256
 from runtime.schema import read_json
 
 # safetensors' names for the dtypes in a checkpoint. It sorts a file's tensors by dtype, in the reverse of this order.
-DTYPES = {torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.float16: "F16",
+SAFETENSORS_NAMES = {torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.float16: "F16",
           torch.bfloat16: "BF16", torch.int32: "I32", torch.float32: "F32", torch.float64: "F64", torch.int64: "I64"}
 CHUNK = 2**20  # bytes that are written and hashed while they are in the CPU's cache
 
@@ -68,7 +68,7 @@ class HashedFile:
         header, end = {}, 0
         for name in in_order(named):
             start, end = end, end + named[name].numel() * named[name].element_size()
-            header[name] = {"dtype": DTYPES[named[name].dtype], "shape": [*named[name].shape],
+            header[name] = {"dtype": SAFETENSORS_NAMES[named[name].dtype], "shape": [*named[name].shape],
                             "data_offsets": [start, end]}
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)
@@ -91,7 +91,7 @@ class HashedFile:
 
 def in_order(named: Mapping[str, Tensor]) -> list[str]:
     """Sorts the names of a file's tensors as safetensors does, so that each begins at a multiple of its type's size."""
-    types = [*DTYPES]
+    types = [*SAFETENSORS_NAMES]
     return sorted(named, key=lambda name: (-types.index(named[name].dtype), name))
 
 

@@ -57,7 +57,7 @@ def is_torchscript(file: Path) -> bool:
 
 
 def load_torchscript(file: Path, device: torch.device | str = "cpu") -> torch.nn.Module:
-    """Loads a TorchScript file, which is a program; the user must have said that it is trusted."""
+    """Loads a TorchScript file, which is a program, so the user must trust it."""
     refuse_pointer(file)
     try:
         return torch.jit.load(file, map_location=device).eval()

@@ -238,8 +238,8 @@ def test_a_run_resumes_sharded_or_not_on_any_number_of_ranks_bit_for_bit(shapes,
     all_well(on_ranks(2, on(4, "fsdp"), child, before=echo_what_is_loaded))
 
     echoes = {1: (4, "fsdp"), 2: (1, "none"), 3: (2, "fsdp")}
-    assert {path.name for path in run.glob("echo-*")} == {f"echo-{step}-{world}-{how}"
-                                                          for step, (world, how) in echoes.items()}
+    names = {f"echo-{step}-{world}-{how}" for step, (world, how) in echoes.items()}
+    assert {path.name for path in run.glob("echo-*")} == names
     for step, (world, how) in echoes.items():
         saved, loaded = (tensors_of(folder)
                          for folder in (checkpoints.step_folder(run, step), run / f"echo-{step}-{world}-{how}"))

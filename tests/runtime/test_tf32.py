@@ -21,6 +21,8 @@ from training import run as run_parts
 from training import speed
 
 PROGRAMS = sorted([*ROOT.glob("*.py"), *(ROOT / "scripts").glob("*.py"), *(ROOT / "scripts/studies").glob("*.py")])
+
+
 @functools.cache
 def commands() -> dict[str, tuple[str, str]]:
     """Config and declared settings of every function that is a command, by config; with its file."""

@@ -242,7 +242,7 @@ def test_a_command_is_a_function_of_its_settings(tiny, monkeypatch):
 def test_in_a_notebook_the_kernels_own_arguments_are_not_read(tiny, monkeypatch):
     main, seen = tiny()
     monkeypatch.setattr(sys, "argv", ["ipykernel_launcher.py", "-f", "kernel.json"])
-    monkeypatch.setattr(notebook, "shell", lambda: types.SimpleNamespace(kernel=object()))
+    monkeypatch.setattr(notebook, "ipython_shell", lambda: types.SimpleNamespace(kernel=object()))
     monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)  # a test's worker has none
     main()
     assert seen[-1].steps == 5 and notebook.hides_bars() is False and notebook.hides_bars(True)

@@ -29,7 +29,7 @@ class Child(forked.Command):
 @pytest.fixture
 def machine(fresh_accelerator, monkeypatch):
     monkeypatch.setitem(clocks.SQUARES, "cpu", (32,))
-    monkeypatch.setattr(check_gpu, "alone", lambda line: Child(*line))
+    monkeypatch.setattr(check_gpu, "start_process", lambda line: Child(*line))
     yield check_gpu.Machine(True, torch.device("cpu"), 0, 1)
     torch.set_float32_matmul_precision("highest")
 

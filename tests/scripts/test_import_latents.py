@@ -146,8 +146,8 @@ def write_lightningdit(tmp_path, channels=6, flip=True, stats=True, sizes=(7, 5)
     """LightningDiT's extract_features.py: a shard a rank and number; latents_stats.pt of its loader."""
     folder = tmp_path / "vavae"
     folder.mkdir()
-    values, flips = normal(COUNT, channels, 4, 4, mean=1.0, std=3.0), normal(COUNT, channels, 4, 4, seed=9, mean=1.0,
-                                                                             std=3.0)
+    values = normal(COUNT, channels, 4, 4, mean=1.0, std=3.0)
+    flips = normal(COUNT, channels, 4, 4, seed=9, mean=1.0, std=3.0)
     start = 0
     for number, size in enumerate(sizes):
         rows = slice(start, start + size)
@@ -165,8 +165,8 @@ def write_lightningdit(tmp_path, channels=6, flip=True, stats=True, sizes=(7, 5)
 
 
 def same_bits(found: np.ndarray, expected: np.ndarray):
-    assert found.dtype == np.float16 and np.array_equal(found.view(np.int16),
-                                                        expected.astype(np.float16).view(np.int16))
+    expected = expected.astype(np.float16)
+    assert found.dtype == np.float16 and np.array_equal(found.view(np.int16), expected.view(np.int16))
 
 
 # ---- values ---------------------------------------------------------------------------------------------------------

@@ -66,11 +66,11 @@ def test_every_run_is_in_exactly_one_part(tmp_path):
     assert [(run.variant, run.seed) for run in runs] == [("dit", 0), ("tread", 0), ("dit", 1), ("tuned", 0)]
     assert study.waits_for(runs[3], runs) == runs[1] and study.waits_for(runs[0], runs) is None
     assert runs[3].train[-5] == f"init_from={tmp_path}/runs/tread-seed0"
-    parts = [run for part in ("1/3", "2/3", "3/3") for run in study.share(runs, part)]
+    parts = [run for part in ("1/3", "2/3", "3/3") for run in study.own_part(runs, part)]
     assert sorted(run.folder for run in parts) == sorted(run.folder for run in runs)
     for wrong in ("0/3", "4/3", "x", "2"):
         with pytest.raises(ValueError, match="write part=2/6"):
-            study.share(runs, wrong)
+            study.own_part(runs, wrong)
     with pytest.raises(ValueError, match=r"part=1/3 is one of several processes.*set tasks=\[train,score\]"):
         study.main.__wrapped__(settings(tmp_path, part="1/3", tasks=["train", "score", "time", "report"]))
 
