@@ -88,8 +88,9 @@ class RF:
         `weight` and `mask_noise` are as in `EDM.loss`. Raises ValueError for a contrast within a single sample.
         """
         if self.contrastive_weight and len(x) == 1:
-            raise ValueError(f"contrastive_weight={self.contrastive_weight} compares images within a rank's part of "
-                             f"the batch, which has only one: raise batch_size, or lower grad_accum_steps or ranks.")
+            raise ValueError(f"diffusion.contrastive_weight={self.contrastive_weight} compares images within a rank's "
+                             f"part of the batch, which has only one: raise batch_size, or lower grad_accum_steps or "
+                             f"ranks.")
         if t is None:
             t = self.draw_t(x)
         if eps is None:

@@ -45,13 +45,15 @@ class Alignment(Objective):
         for block in self.blocks if projector == "conv" else ():
             if route := route_at(chain(*self.schedule.every), block % depth):
                 raise ValueError(f"objective.alignment.projector=conv needs the complete grid of tokens, but block "
-                                 f"{block} lies on route {route}: set projector=mlp, or blocks outside the route.")
+                                 f"{block} lies on route {route}: set objective.alignment.projector=mlp, or blocks "
+                                 f"outside the route.")
         self.own_arrays = ("teacher",) if teacher is None else ("image",)
         shape = self.array_shapes.get(self.own_arrays[0])
         if shape is None or (teacher is None and (len(shape) != 2 or shape[0] != num_tokens)):
-            raise ValueError(f"objective=alignment needs the extra array {self.own_arrays[0]}-*.npy with rows of shape "
-                             f"{shape}, as the network has {num_tokens} tokens: prepare latents with teacher=<name> "
-                             f"patch_size={self.net.patch_size}, or images=true for objective.alignment.teacher=.")
+            has = "the latents have none" if shape is None else f"its rows have the shape {shape}"
+            raise ValueError(f"objective=alignment needs the extra array {self.own_arrays[0]}-*.npy for {num_tokens} "
+                             f"tokens, but {has}: run scripts/prepare_latents.py with teacher=<name> "
+                             f"patch_size={self.net.patch_size}, or with images=true for objective.alignment.teacher=.")
         self.teacher = None if teacher is None else load_teacher(teacher, math.isqrt(num_tokens))
         self.projector = PROJECTORS[projector](width, shape[1] if self.teacher is None else self.teacher.width)
 

@@ -26,7 +26,7 @@ class LayerSync(Objective):
         self.deeper = min(2 * (self.block % depth) + 1, depth - 1) if deeper is None else deeper
         self.hidden = take_hidden(self.net, [self.block, self.deeper])
         if self.block % depth >= self.deeper % depth:
-            raise ValueError(f"objective.layer_sync.deeper={self.deeper} does not come after block={self.block} in a "
+            raise ValueError(f"objective.layer_sync.deeper={self.deeper} does not come after block {self.block} in a "
                              f"network of {depth} blocks: give a later one.")
         for routes in self.schedule.every:
             one, other = (route_at(routes, i % depth) for i in (self.block, self.deeper))

@@ -224,7 +224,7 @@ def with_own_settings(sentence: str, config_name: str, declared: type[Settings])
         nested = [key for key in known if key.rpartition(".")[2] == found[1]]
         return f"{nested[0]}=" if found[1] and found[1] not in top and len(nested) == 1 else found[0]
 
-    return re.sub(r"\S+\.py(?: (?:-\S+|\S+=\S*|…))*|(?<![\w.+/=-])([A-Za-z_]\w*)=", spell, sentence)
+    return re.sub(r"\S+\.py(?: with)?(?: (?:-\S+|\S+=\S*|…))*|(?<![\w.+/=-])([A-Za-z_]\w*)=", spell, sentence)
 
 
 # The settings of all commands that save memory.

@@ -44,7 +44,7 @@ def require_plain_launch() -> None:
 
 OLDEST_DRIVERS = {"12": 525, "13": 580}  # NVIDIA's, by the CUDA version that torch is built for
 NO_DEVICE = 100  # cuInit's error if this process may not use any GPU
-ON_THE_CPU = "cpu=true, or CUDA_VISIBLE_DEVICES= before the command, computes on the CPU"
+ON_THE_CPU = "CUDA_VISIBLE_DEVICES= before the command, or cpu=true where it has that setting, computes on the CPU"
 
 
 def check_device(cpu: bool, **precisions: str) -> bool:

@@ -29,7 +29,7 @@ TYPED = {
         ("seed=18446744073709551616", "less than or equal to 18446744073709551615"),
         ("optimizer.schedule=step", "cosine"), ("label_dropout=1.5", "label_dropout=1.5"),
         ("samples.num_steps=1000000000", "1000000000"), ("diffusion.sigma_data=0", "sigma_data=0"),
-        ("diffusion=rf", "diffusion.contrastive_weight=0.1", "batch_size=1", "raise batch_size"),
+        ("diffusion=rf", "diffusion.contrastive_weight=0.1", "batch_size=1", "contrastive_weight=0.1 compares"),
         # the network and its routes
         ("model.backbone_type=DiT-M/2", "DiT-S/2"), ("model.num_heads=3", "num_heads 3"),
         ("model.patch_size=3", "patch size 3"), ("model.routes.0.end_layer_idx=9", "with 7 blocks"),
@@ -88,7 +88,7 @@ TYPED = {
         ("data.path=taught", "objective=alignment", "model.patch_size=2", "network has 16 tokens"),
         ("data.path=taught", "objective=alignment", "objective.alignment.projector=conv",
          "objective.alignment.blocks=[2]", "route 2→3"),
-        ("objective=layer_sync", "objective.layer_sync.deeper=1", "deeper=1 does not come after block=1"),
+        ("objective=layer_sync", "objective.layer_sync.deeper=1", "deeper=1 does not come after block 1"),
         ("objective=dispersive", "objective.dispersive.block=2", "objective.dispersive.pooled=true"),
         ("objective=dispersive", "grad_accum_steps=6", "lower grad_accum_steps"),
         ("objective=internal", "objective.internal.block=6", "block=6"),

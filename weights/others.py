@@ -246,7 +246,7 @@ def choose(content: object, weights: str | None) -> tuple[Held, str, str]:
     held = replace(held, tensors={**untrained, **state})
     beside = ", ".join(other.name or "bare" for other in found if other.name != held.name)
     if len(averages) > 1:
-        beside += f"; choose with weights=, such as weights={averages[-1].name}"
+        beside += f"; sample.py, fid.py and export.py take weights={averages[-1].name}"
     if held.is_average:
         name, others = (f" under {held.name}" if held.name else ""), (f" (beside {beside})" if beside else "")
         description = f"the average{name}{others}"
@@ -268,7 +268,8 @@ def name_tensors(held: Held, raw: list[Held]) -> dict[str, Tensor]:
             if [state[name].shape for name in names if name in state] == shapes:
                 return dict(zip(names, held.tensors, strict=True))
     raise ValueError(f"it holds an average without names under {held.name}, and no weights of the same shapes in the "
-                     f"same order: save the average with names, or set weights=model")
+                     f"same order: save the average with names, or set weights=model. For init_from=, do so with "
+                     f"scripts/export.py to=dit first")
 
 
 def check_tensors(state: Mapping[str, Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import inspect
 import io
 import json
 import os
@@ -17,6 +18,8 @@ from omegaconf import OmegaConf
 from pydantic import Field
 from test_tf32 import commands
 
+from objectives import class_of
+from rf import RF
 from runtime import ranks, schema
 from runtime.command import command, with_own_settings
 from runtime.schema import (
@@ -37,7 +40,7 @@ from runtime.schema import (
     read_record,
     refuse,
 )
-from runtime.typed import read_job
+from runtime.typed import group_defaults, read_job
 from training.settings import TrainSettings
 
 
@@ -369,5 +372,34 @@ def test_an_error_names_settings_as_the_command_has_them():
     assert with_own_settings("set autoencoder=path, and seed=1", *fid) == "set autoencoder=path, and seed=1"
     assert with_own_settings("set autoencoder=path, and seed=1", *train) == "set data.autoencoder=path, and seed=1"
     for text in ("Prepare it: python scripts/prepare_latents.py source=x autoencoder=identity",
+                 "run scripts/import_latents.py with autoencoder=x, and", "run scripts/export.py with autoencoder=x",
                  "runs/lr=1e-4 has no checkpoint", "runs/b2-lr=1e-4 has no checkpoint", "name=lr=1e-4 is taken"):
         assert with_own_settings(text, *train) == text
+
+
+OBJECTIVES = sorted(file.stem for file in (schema.CONFIGS / "objective").glob("*.yaml") if file.stem != "none")
+LIBRARY = {"latents_std", "pixels", "generator", "num_inference_steps", "output_type", "class_labels", "guidance_scale",
+           "key", "WORLD_SIZE", "torchao", "peft"}  # of metadata.json, the exported pipeline, bash and pip
+
+
+def words_of(error):
+    """Joins the texts of a raise statement, with ◦ for values."""
+    return "".join(node.value if isinstance(node, ast.Constant) else "◦" for node in ast.walk(error)
+                   if isinstance(node, ast.FormattedValue)
+                   or isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
+def test_every_setting_that_an_error_names_is_one_of_a_command():
+    known = {key for name in commands() for key in schema.declared_keys(entry_and_settings(name)[1])}
+    known |= {key.rpartition(".")[2] for key in known}
+    known |= {group for name in commands() for group in group_defaults(name)}
+    known |= {f"diffusion.{key}" for key in inspect.signature(RF).parameters}
+    known |= {f"objective.{name}.{key}" for name in OBJECTIVES
+              for key in inspect.signature(class_of(name)).parameters}
+    files = [file for file in ROOT.rglob("*.py") if file.relative_to(ROOT).parts[0] not in
+             ("tests", ".venv", "routed", "examples", "routing_module.py")]
+    found = [(file.name, key) for file in files for error in ast.walk(ast.parse(file.read_text()))
+             if isinstance(error, ast.Raise)
+             for key in re.findall(r"(?<![\w.+/◦-])([A-Za-z_][\w.]*)=", words_of(error))]
+    assert len(found) > 150
+    assert not [(file, key) for file, key in found if key not in known | LIBRARY]

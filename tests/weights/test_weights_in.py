@@ -343,7 +343,7 @@ def test_each_of_several_averages_can_be_chosen_and_they_are_listed(form, tmp_pa
     torch.save(form(one, other, raw), tmp_path / "x.pt")
     inferred = load_trained(tmp_path / "x.pt", diffusion="dit", num_heads=4).inferred
     keys = re.findall(r"ema[._]0\.9+", inferred)
-    assert {key[4:] for key in keys} == {"0.99", "0.9999"} and "choose with weights=" in inferred
+    assert {key[4:] for key in keys} == {"0.99", "0.9999"} and "fid.py and export.py take weights=" in inferred
     for key in keys:
         assert_loaded(tmp_path / "x.pt", one if key.endswith(".99") else other, f"under {key}", weights=known_key(key))
     for name, expected in (("ema-0.99", one), ("ema-0.9999", other), ("model", raw),
