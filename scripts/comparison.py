@@ -420,27 +420,44 @@ def draw_figures(result: dict, out: Path) -> list[Path]:
 
 
 def draw_differences(result: dict, path: Path) -> list[Path]:
-    """Draws the difference of each comparison, with its interval if it has one: a panel per axis, a row per place."""
+    """Draws the difference of each comparison, with its interval if it has one: a panel per axis, a row per place.
+
+    A single comparison is drawn as a curve instead.
+    """
+    pairs = dict.fromkeys(tuple(found["between"]) for found in result["crossings"])
     panels = {}
-    for (first, second), axis in dict.fromkeys((tuple(f["between"]), f["axis"]) for f in result["crossings"]):
-        name = f"{second} − {first}:  "  # at the first place of a comparison
-        for place, by_seed in compared(result["runs"], first, second, axis):
-            panels.setdefault(axis, []).append((f"{name}{point_label(place, axis)}", paired(by_seed.values())))
-            name = ""
+    for axis in AXES:
+        rows = [(pair, place, paired(by_seed.values())) for pair in pairs
+                for place, by_seed in compared(result["runs"], *pair, axis)]
+        panels |= {axis: rows} if rows else {}
     if not panels:
         path.unlink(missing_ok=True)  # of an earlier report
         return []
-    height = max(map(len, panels.values()))
-    figure = Figure(figsize=(4.8 * len(panels), 1.2 + 0.16 * height), layout="constrained", dpi=110)
-    figure.suptitle("mean difference over seeds; bar: 95 % interval; open: fewer than 3 seeds", size=9)
-    plots = figure.subplots(1, len(panels), squeeze=False, sharex=True)[0]
+    shown, height = {pair for rows in panels.values() for pair, *_ in rows}, max(map(len, panels.values()))
+    is_curve = len(shown) == 1
+    figure = Figure(figsize=(4.8 * len(panels), 3.2 if is_curve else 1.6 + 0.16 * height), layout="constrained",
+                    dpi=110)
+    plots = figure.subplots(1, len(panels), squeeze=False, sharex=not is_curve, sharey=is_curve)[0]
+    named = " − ".join(reversed(shown.pop())) if is_curve else "distances"
+    figure.suptitle(f"mean difference of {named}; below 0 the first is better\n"
+                    f"bar: 95 % interval; open: fewer than 3 seeds", size=9)
     for plot, (axis, rows) in zip(plots, panels.items(), strict=True):
-        plot.axvline(0, color="gray", linewidth=0.8)
-        for row, (_, found) in enumerate(rows):
-            verdict = found["interval"] is not None
-            plot.plot(found["difference"], row, "o", color="C0", markersize=4, fillstyle="full" if verdict else "none")
-            plot.plot(found["interval"] or [], [row, row] if verdict else [], color="C0")
-        plot.set_yticks(range(len(rows)), [label for label, _ in rows], fontsize=7)
-        plot.set(ylim=(height - 0.5, -0.5), xlabel=f"at equal {AXES[axis].partition(',')[0]}")
+        (plot.axhline if is_curve else plot.axvline)(0, color="gray", linewidth=0.8)
+        for row, (_, place, found) in enumerate(rows):
+            low, high = found["interval"] or (0, 0)
+            look = dict(fmt="o", color="C0", markersize=4, fillstyle="full" if found["interval"] else "none")
+            if is_curve:
+                plot.errorbar(place, found["difference"], yerr=(high - low) / 2, **look)
+            else:
+                plot.errorbar(found["difference"], row, xerr=(high - low) / 2, **look)
+        plot.set_xlabel(f"at equal {AXES[axis].partition(',')[0]}")
+        if is_curve:
+            plot.xaxis.set_major_formatter(EngFormatter(sep=""))
+        else:
+            before = [None, *(pair for pair, *_ in rows)]
+            labels = [f"{f'{pair[1]} − {pair[0]}:  ' if pair != last else ''}{point_label(place, axis)}"
+                      for last, (pair, place, _) in zip(before, rows, strict=False)]
+            plot.set_yticks(range(len(rows)), labels, fontsize=7)
+            plot.set_ylim(height - 0.5, -0.5)
     save_figure(figure, path)
     return [path]

@@ -5,8 +5,10 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, one_rank
+from conftest import ROOT, one_rank, run_command
 
+import fid
+import sample
 from guidance import Guidance
 from sampling.generate import generate
 from weights.autoencoders import load_decoder
@@ -48,3 +50,13 @@ def test_tread_guidance_by_the_networks_own_route_moves_the_images(trained):
     plain, guided = (sampled(trained, "flags", guidance)
                      for guidance in (None, Guidance(1.5, gamma1=0.5, gamma2=0.9, drop_label=False)))
     assert 2 < np.abs(plain - guided).mean() < 100
+
+
+def test_the_commands_of_its_page_sample_and_score_it(tmp_path):
+    np.savez(tmp_path / "real.npz", np.random.default_rng(0).integers(0, 256, (24, 32, 32, 3), np.uint8))
+    how = [f"checkpoint={EXAMPLE}", "guidance=tread", "scale=2.5", "num_steps=3", "cpu=true"]
+    run_command(sample.main, "sample.py", *how, "seeds=0-7", "classes=[flags]", f"out={tmp_path}/flags.png")
+    run_command(fid.main, "fid.py", *how, f"reference={tmp_path}/real.npz", "features=pixels", "num_samples=24",
+                f"results={tmp_path}/results.jsonl")
+    row = json.loads((tmp_path / "results.jsonl").read_text())
+    assert (tmp_path / "flags.png").is_file() and row["images"] == 24 and row["metrics"]["fd_pixels"] > 0

@@ -85,12 +85,15 @@ def draw(scores: dict[str, dict[str, Split]], path: Path) -> None:
     """Draws each fifth's score over that of the other images: a panel a score, a colour a network."""
     figure = Figure(figsize=(3 * len(scores), 3.6), layout="constrained", dpi=110)
     plots = figure.subplots(1, len(scores), squeeze=False)[0]
-    for plot, (name, splits) in zip(plots, scores.items(), strict=True):
+    by_network = sorted(scores, key=lambda name: name.partition(" on ")[::-1])
+    for plot, (name, splits) in zip(plots, ((name, scores[name]) for name in by_network), strict=True):
         for network, split in splits.items():
             few, many = zip(*split, strict=True)
-            plot.plot(many, few, "o", markersize=4, label=network)
-        plot.set(title=name, xlabel="of the other 4,000 images", ylabel="of 1,000 images")
-    figure.legend(*plots[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
+            plot.plot(many, few, "o", markersize=4, label=network.partition("/checkpoints/")[0])
+        plot.set_title(name, fontsize="small")
+    figure.supxlabel("score of the other 4,000 images, lower is better", fontsize="medium")
+    figure.supylabel("score of 1,000 images", fontsize="medium")
+    figure.legend(*plots[0].get_legend_handles_labels(), loc="outside upper center", ncols=3, fontsize=8)
     save_figure(figure, path)
 
 
