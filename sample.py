@@ -97,14 +97,14 @@ def name_set(cfg: SampleSettings, sampling: Sampling, seeds: list[int]) -> str:
         "sampling_version": SAMPLING_VERSION})
 
 
-def form(cfg: SampleSettings) -> str:
+def suffix_of_output(cfg: SampleSettings) -> str:
     """Returns the suffix of the output: .png for a grid, .npz, or none for a folder."""
     return Path(cfg.out).suffix if cfg.out else ".png"
 
 
 def check_settings(cfg: SampleSettings, cli_overrides: Mapping[str, str]) -> SampleSettings:
     """Returns the settings; raises ValueError for some that do not go together."""
-    if form(cfg) not in ((".npz",) if cfg.latents else (".png", ".npz", "")):
+    if suffix_of_output(cfg) not in ((".npz",) if cfg.latents else (".png", ".npz", "")):
         raise ValueError(f"out={cfg.out or 'null'} is neither a grid (.png), nor an .npz (which latents=true needs), "
                          f"nor a folder (a name without a suffix).")
     if cfg.latents:
@@ -115,7 +115,7 @@ def check_settings(cfg: SampleSettings, cli_overrides: Mapping[str, str]) -> Sam
 
 @command("sample", SampleSettings, check=check_settings)
 def main(cfg: SampleSettings) -> None:
-    state, kind = join_ranks(cfg.cpu, cfg.tf32, cfg.precisions), form(cfg)
+    state, kind = join_ranks(cfg.cpu, cfg.tf32, cfg.precisions), suffix_of_output(cfg)
     seeds = parse_seeds("seeds", cfg.seeds)
     another = "name another, or replace it with overwrite=true"
     if cfg.out and kind and not cfg.overwrite:
@@ -141,12 +141,17 @@ def main(cfg: SampleSettings) -> None:
     state.print(f"{len(seeds)} {kind} from {trained.checkpoint.folder or cfg.checkpoint}: {out}")
 
 
-@command("rf", GridSettings, check=check_guided)
+def check_grid(cfg: GridSettings, cli_overrides: Mapping[str, str]) -> GridSettings:
+    """Returns the settings; raises ValueError for some that do not go together."""
+    if cfg.out and Path(cfg.out).suffix != ".png":
+        raise ValueError(f"out={cfg.out} is not a .png; python sample.py writes npz files and folders.")
+    return check_guided(cfg, cli_overrides)
+
+
+@command("rf", GridSettings, check=check_grid)
 def compare_guided(cfg: GridSettings) -> None:
     """Samples a flow-matching network guided and unguided, and prints what each costs: `python rf.py`."""
     state = join_ranks(cfg.cpu, cfg.tf32, cfg.precisions)
-    if cfg.out and Path(cfg.out).suffix != ".png":
-        raise ValueError(f"out={cfg.out} is not a .png; python sample.py writes npz files and folders.")
     sampling = open_sampling(state, cfg, most_classes=GRID_CLASSES)
     trained = sampling.trained
     if not isinstance(trained.diffusion, RF) or sampling.guidance is None:

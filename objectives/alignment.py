@@ -51,9 +51,10 @@ class Alignment(Objective):
         shape = self.array_shapes.get(self.own_arrays[0])
         if shape is None or (teacher is None and (len(shape) != 2 or shape[0] != num_tokens)):
             has = "the latents have none" if shape is None else f"its rows have the shape {shape}"
-            raise ValueError(f"objective=alignment needs the extra array {self.own_arrays[0]}-*.npy for {num_tokens} "
-                             f"tokens, but {has}: run scripts/prepare_latents.py with teacher=<name> "
-                             f"patch_size={self.net.patch_size}, or with images=true for objective.alignment.teacher=.")
+            needs = f"teacher-*.npy for {num_tokens} tokens" if teacher is None else "image-*.npy"
+            how = f"teacher=<name> patch_size={self.net.patch_size}" if teacher is None else "images=true"
+            raise ValueError(f"objective=alignment needs the extra array {needs}, but {has}: run "
+                             f"scripts/prepare_latents.py with {how}.")
         self.teacher = None if teacher is None else load_teacher(teacher, math.isqrt(num_tokens))
         self.projector = PROJECTORS[projector](width, shape[1] if self.teacher is None else self.teacher.width)
 

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import functools
 import inspect
+import itertools
 import os
 import re
 import signal
@@ -179,12 +180,13 @@ def call(run: Callable[[str, list[str]], None], program: str, settings: list[str
 
 
 def check_places(jobs: list[Settings]) -> None:
-    """Raises ValueError if jobs of a sweep share an output folder or file."""
+    """Raises ValueError if a job of a sweep would write to the output folder or file of another one, or into it."""
     for key in ("run_dir", "out"):
-        places = [os.path.abspath(place) for job in jobs if (place := getattr(job, key, None)) is not None]
-        if len({*places}) < len(places):
-            raise ValueError(f"{len(jobs)} jobs of --multirun would write to {key}={getattr(jobs[0], key)}: give each "
-                             f"its own by a setting that differs, such as {key}='x-${{seed}}'.")
+        places = [place for job in jobs if (place := getattr(job, key, None)) is not None]
+        for one, other in itertools.permutations(places, 2):
+            if Path(os.path.abspath(other)).is_relative_to(os.path.abspath(one)):
+                raise ValueError(f"{len(jobs)} jobs of --multirun would write to {key}={one}: give each its own by a "
+                                 f"setting that differs, such as {key}='x-${{seed}}'.")
 
 
 @functools.cache  # the code that this process has loaded, whatever is committed later

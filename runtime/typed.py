@@ -94,23 +94,27 @@ def without_null(settings: list[str], groups: dict[str, str | None]) -> list[str
 def jobs_of(settings: Iterable[str]) -> list[list[str]]:
     """Lists the jobs of a sweep: each combination of the values of all settings, where the last one varies fastest.
 
-    Values of a list such as seed=0,1 are as typed, and those of a function such as range(0,3) are Hydra's.
+    Values of a list, seed=0,1 or choice(0,1), are as typed, and those of range(0,3) are Hydra's. If a key comes twice,
+    the last one counts.
     """
     values = []
-    for setting in settings:
-        key, _, text = setting.partition("=")
-        parts = split(text)
-        if len(parts) == 1 and parse(setting).is_discrete_sweep():
-            parts = parse(setting).sweep_string_iterator()
-        values.append([f"{key}={part}" for part in parts] if text else [setting])
+    for key, setting in {setting.partition("=")[0]: setting for setting in settings}.items():
+        text = setting.removeprefix(f"{key}=")
+        choice = re.fullmatch(r"choice\((.*)\)", text)
+        if len(parts := split(choice[1] if choice else text)) > 1:
+            values.append([f"{key}={part}" for part in parts])
+        elif (parsed := parse(setting)).is_discrete_sweep():
+            values.append([f"{key}={value}" for value in parsed.sweep_string_iterator()])
+        else:
+            values.append([setting])
     return [list(job) for job in itertools.product(*values)]
 
 
 def split(text: str) -> list[str]:
-    """Splits text at the commas that are in neither quotes nor brackets."""
+    """Splits text at the commas that are in neither quotes nor brackets, and have no backslash."""
     parts, depth, quote = [""], 0, ""
-    for char in text:
-        if char in "'\"":
+    for char in re.findall(r"\\?.", text, re.DOTALL):
+        if char in ("'", '"'):
             quote = "" if char == quote else quote or char
         elif not quote:
             depth += (char in "[{(") - (char in ")}]")
@@ -118,7 +122,7 @@ def split(text: str) -> list[str]:
             parts.append("")
         else:
             parts[-1] += char
-    return parts
+    return [part.strip() for part in parts]
 
 
 def parse(setting: str) -> Override:
@@ -145,8 +149,8 @@ def for_hydra(setting: str) -> str:
     parsed = parse(setting)
     if parsed.is_sweep_override():
         key, _, text = setting.partition("=")
-        raise ValueError(f"{setting} is several values, which --multirun would try one by one: write "
-                         f"{as_argument(key, text)}, or '{key}=[{text}]' for a list.")
+        raise ValueError(f"{setting} is several values: --multirun tries those of a,b or range(0,3) one by one. For "
+                         f"text write {as_argument(key, text)}, and for a list '{key}=[{text}]'.")
     return parsed.input_line
 
 

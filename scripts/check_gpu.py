@@ -500,7 +500,7 @@ def check_lost_rank(machine: Machine) -> str:
     require(machine.rank == 0, "of the main rank")
     began = time.perf_counter()
     launched = start_process(["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--no-python",
-                      sys.executable, "-c", LOST.format(cpu=machine.rehearsal)])
+                              sys.executable, "-c", LOST.format(cpu=machine.rehearsal)])
     try:
         launched.communicate(timeout=240)
     finally:

@@ -268,17 +268,16 @@ def tables(result: dict) -> str:
 
 
 def measured_differently(result: dict) -> list[str]:
-    """Lists the compared variants whose scores of one seed have several references or weights of an extractor."""
-    mixed = {}
-    for *pair, metric in ((*found["between"], found.get("metric")) for found in result["crossings"]):
-        sides = unguided(result["runs"], *pair, metric=metric)
+    """Lists, by metric, the compared variants whose scores of one seed have several references or extractors."""
+    mixed = defaultdict(dict)
+    for *pair, metric in ((*found["between"], found["metric"]) for found in result["crossings"] if "metric" in found):
         measured = defaultdict(set)
-        for by_seed in (by_seed for at in sides for by_seed in at.values()):
+        for by_seed in (by_seed for at in unguided(result["runs"], *pair, metric=metric) for by_seed in at.values()):
             for seed, score in by_seed.items():
                 measured[seed].add((score.get("extractor_sha256"), score.get("reference_sha256")))
         if any(len(each) > 1 for each in measured.values()):
-            mixed[f"{' and '.join(pair)}, {metric}"] = None
-    return [*mixed]
+            mixed[metric][" and ".join(pair)] = None
+    return [f"{metric}: {', '.join(pairs)}" for metric, pairs in mixed.items()]
 
 
 def ratios(result: dict) -> list[str]:

@@ -575,6 +575,7 @@ def test_a_small_custom_set_gets_a_batch_and_steps_that_fit(tmp_path, capsys, fr
     (60, 1, 15, 5000), (60, 4, 12, 5000), (3, 2, 2, 5000), (5000, 1, 64, 15625), (10**6, 8, 64, 100_000),
 ])
 def test_batch_and_steps_follow_from_the_number_of_latents(count, ranks, batch_size, steps):
-    settings = TrainSettings.model_construct(batch_size=None, steps=None, grad_accum_steps=1)
+    settings = TrainSettings.model_construct(batch_size=None, steps=None, grad_accum_steps=1,
+                                             optimizer=SimpleNamespace(warmup_steps=500))
     cfg = choose_sizes(settings, SimpleNamespace(num_processes=ranks, print=lambda line: None), count)
     assert (cfg.batch_size, cfg.steps) == (batch_size, steps)

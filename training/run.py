@@ -167,7 +167,10 @@ def open_data(cfg: TrainSettings, accelerator: Accelerator) -> Latents:
 
 
 def choose_sizes(cfg: TrainSettings, accelerator: Accelerator, count: int) -> TrainSettings:
-    """Chooses a batch size or number of steps that is null by the number of latents, and prints both."""
+    """Chooses a batch size or number of steps that is null by the number of latents, and prints both.
+
+    Raises ValueError for a warmup that is longer than the chosen steps; only prints a line if they were set.
+    """
     parts = accelerator.num_processes * cfg.grad_accum_steps
     batch_size, steps = cfg.batch_size, cfg.steps
     if batch_size is None:

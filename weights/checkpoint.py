@@ -24,8 +24,9 @@ from runtime.files import atomic_write, inside, record_sha256, remove, sha256
 from runtime.schema import read_json
 
 # safetensors' names for the dtypes in a checkpoint. It sorts a file's tensors by dtype, in the reverse of this order.
-SAFETENSORS_NAMES = {torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.float16: "F16",
-          torch.bfloat16: "BF16", torch.int32: "I32", torch.float32: "F32", torch.float64: "F64", torch.int64: "I64"}
+SAFETENSORS_NAMES = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.float16: "F16",
+    torch.bfloat16: "BF16", torch.int32: "I32", torch.float32: "F32", torch.float64: "F64", torch.int64: "I64"}
 CHUNK = 2**20  # bytes that are written and hashed while they are in the CPU's cache
 
 

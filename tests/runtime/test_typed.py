@@ -91,12 +91,14 @@ def test_text_in_a_list_is_what_was_typed_or_an_error_says_that_it_needs_quotes(
 @pytest.mark.parametrize(("setting", "values"), [
     ("checkpoint=1_1,007", ["1_1", "007"]), ("checkpoint=2025_11_25", ["2025_11_25"]), ("seeds=range(1,3)", [1, 2]),
     ("checkpoint='a, b',\"it's\",größe", ["a, b", "it's", "größe"]), ("classes=[1,2],null", [[1, 2], None]),
-    ("weights=größe (1)", ["größe (1)"]), ("seeds=0,1", [0, 1]),
+    ("weights=größe (1)", ["größe (1)"]), ("seeds=0,1", [0, 1]), (r"checkpoint='it\'s, x'", ["it's, x"]),
+    ("checkpoint='a' ,'b'", ["a", "b"]), ("checkpoint=choice(007,1_1)", ["007", "1_1"]), ("seeds=5", [5]),
     ("routes=[{start_layer_idx: 1, end_layer_idx: 2}],[]", [[{"start_layer_idx": 1, "end_layer_idx": 2}], []]),
 ])  # fmt: skip
 def test_several_values_of_a_sweep_are_each_a_job_of_what_was_typed(setting, values):
     composed = [compose("sample", SampleSettings, job) for job in jobs_of(["cpu=true", setting])]
     assert [(plain[setting.partition("=")[0]], plain["cpu"]) for plain in composed] == [(each, True) for each in values]
+    assert jobs_of([setting, "num_steps=3,4", "num_steps=5"]) == [[*job, "num_steps=5"] for job in jobs_of([setting])]
 
 
 @pytest.mark.parametrize("text", ODD)

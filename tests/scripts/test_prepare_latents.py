@@ -33,7 +33,7 @@ def prepare(source, out, resolution=32, autoencoder="identity", **settings) -> N
     plain = OmegaConf.to_container(OmegaConf.load(CONFIGS / "prepare_latents.yaml"))
     plain = {key: plain[key] for key in script.PrepareSettings.model_fields}
     given = {"source": str(source), "out": str(out), "resolution": resolution, "autoencoder": autoencoder}
-    script.main.__wrapped__(script.PrepareSettings(**plain | given | settings), {})
+    script.main.__wrapped__(script.check_settings(script.PrepareSettings(**plain | given | settings), {}))
 
 
 def noise(size: int, seed: int) -> np.ndarray:

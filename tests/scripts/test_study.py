@@ -351,7 +351,7 @@ def test_scores_of_one_metric_and_number_of_images_are_compared_those_of_which_t
 
 
 @pytest.mark.parametrize(("reference", "weights", "listed"), [
-    ("one", "one", []), ("two", "one", ["a and b, fd"]), ("one", "two", ["a and b, fd"])])
+    ("one", "one", []), ("two", "one", ["fd: a and b"]), ("one", "two", ["fd: a and b"])])
 def test_a_comparison_of_scores_by_two_references_or_two_networks_is_listed(reference, weights, listed):
     runs = [of("a", 0, (10, 5)), of("b", 0, (10, 7)), of("b", 1, (10, 7))]
     for run, measured in zip(runs, [("one", "one"), (weights, reference), ("other", "other")], strict=True):
