@@ -249,8 +249,7 @@ def tables(result: dict) -> str:
             lines.append(f"* {run['variant']}, seed {run['seed']}: not finished, {run['step']} of "
                          f"{run['steps'] or '?'} steps.")
     if mixed := measured_differently(result):
-        lines.append(f"* Scored against different references, or on different weights of an extractor, so with care: "
-                     f"{'; '.join(mixed)}.")
+        lines.append(f"* These comparisons mix references, or weights of an extractor. {'; '.join(mixed)}.")
     lines += ["", "Mean ± standard deviation over seeds (of n − 1), n seeds; lower is better. Verdicts, with the 95 % "
               "t interval on the mean difference, and equal seconds and FLOPs: docs/training.md, Comparing variants. A "
               "crossing is shown where one is lower and the other one at the end.",
