@@ -103,6 +103,6 @@ def test_what_may_wait_for_other_ranks_shows_it_in_its_arguments_and_commands_al
         for function, kept in functions:
             named = {getattr(part, "attr", getattr(part, "id", None)) for part in ast.walk(function)}
             where = f"{name}.{function.name}"
-            assert "PartialState()" not in ast.unparse(function) or function.name == "join_ranks", where
+            assert "PartialState(" not in ast.unparse(function) or function.name == "join_ranks", where
             known = (arguments(function) | kept) & STATES or function.name == "main"
             assert known or not named & COLLECTIVES, f"{where} waits in {named & COLLECTIVES}, without state"

@@ -16,6 +16,7 @@ from conftest import ROOT, run_command
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from pydantic import Field
+from test_design import files
 from test_tf32 import commands
 
 from objectives import class_of
@@ -396,10 +397,8 @@ def test_every_setting_that_an_error_names_is_one_of_a_command():
     known |= {f"diffusion.{key}" for key in inspect.signature(RF).parameters}
     known |= {f"objective.{name}.{key}" for name in OBJECTIVES
               for key in inspect.signature(class_of(name)).parameters}
-    files = [file for file in ROOT.rglob("*.py") if file.relative_to(ROOT).parts[0] not in
-             ("tests", ".venv", "routed", "examples", "routing_module.py")]
-    found = [(file.name, key) for file in files for error in ast.walk(ast.parse(file.read_text()))
-             if isinstance(error, ast.Raise)
+    ours = {name: tree for name, tree in files().items() if not name.startswith(("routed", "routing_module"))}
+    found = [(name, key) for name, tree in ours.items() for error in ast.walk(tree) if isinstance(error, ast.Raise)
              for key in re.findall(r"(?<![\w.+/◦-])([A-Za-z_][\w.]*)=", words_of(error))]
     assert len(found) > 150
-    assert not [(file, key) for file, key in found if key not in known | LIBRARY]
+    assert not [(name, key) for name, key in found if key not in known | LIBRARY]
