@@ -298,7 +298,7 @@ def overview(runs: list[SimpleNamespace], plots: list[figure], out: Path) -> lis
         rows.append({"run": run.name, **last, **{key: score.get(key) for key in ("metric", "value", "num_samples")}})
     grids = [prose(gallery([(f"{run.name}, step {step:,}", run.grids[step])], out))
              for run in runs for step in [*run.grids][-1:]]
-    parts = [row(cells, **IN_COLUMNS) for cells in ([[*grids, *plots]] if len(runs) == 1 else [plots, grids])]
+    parts = [row(cells, **IN_COLUMNS) for cells in ([[*grids, *plots]] if len(runs) == 1 else [plots, grids]) if cells]
     if len({any(key.startswith("model.routes.") for key in run.config) for run in runs}) > 1:
         parts.append(prose("A routed run's loss is higher than a dense run's, as part of its tokens miss the middle "
                            "blocks: compare scores, not losses."))

@@ -155,6 +155,12 @@ def test_the_page_says_first_what_was_trained_and_on_what(tmp_path):
     assert "network.depth" in runs[0].record and "history.1.device" in runs[0].record
 
 
+def test_runs_without_pictures_make_a_page_without_warnings(tmp_path, caplog):
+    runs = [make_run(tmp_path / name, grids=()) for name in "ab"]
+    report.build(cfg(tmp_path / "out", *runs))
+    assert not caplog.messages
+
+
 def test_comparable_scores_are_plotted_together(tmp_path):
     runs, guided = [make_run(tmp_path / "a"), make_run(tmp_path / "b", shift=0.5)], {"scale": 1.5, "gamma1": 0}
     write_rows(runs[0] / "results.jsonl", [
