@@ -136,8 +136,6 @@ def make_accelerator(
     set_float32(tf32)
     require_plain_launch()
     cpu = check_device(cpu, precision=precision)
-    if cpu and precision != "fp32":  # torch's fused attention is slow in 16 bits on a CPU, above all its backward pass
-        torch.backends.cuda.enable_flash_sdp(False)
     with ranks.joining():
         return Accelerator(
             mixed_precision=PRECISIONS[precision],
