@@ -54,13 +54,11 @@ class EDM:
     def loss(
         self, net: nn.Module, x: Tensor, y: Tensor, routes: tuple[Route, ...] = (),
         sigma: Tensor | None = None, eps: Tensor | None = None,
-        weight: Tensor | float = 1.0, mask_noise: Tensor | None = None,
+        mask_noise: Tensor | None = None,
     ) -> Tensor:
         """Returns each sample's denoising loss (B,), a mean over channels and pixels with weight 1/c_out² (Eq. 8).
 
         x is (B, C, h, w) float32 and y (B,); sigma (B,) and unit noise eps like x are sampled if they are None.
-        `weight` (B or 1, 1, h, w) multiplies the squared error. The mean is still over all pixels, not divided by the
-        weights' sum. So a pixel counts the same in every image, and an image of zero weights causes no division by 0.
         mask_noise (B, len(routes), N) decides the masks; without it the network samples them.
         """
         if sigma is None:
@@ -72,7 +70,7 @@ class EDM:
         sigma = sigma.view(-1, 1, 1, 1)
         c_out = self.preconditioning(sigma)[1]
         D_x = self.denoise(net, x + sigma * eps, sigma, y, routes)
-        return (weight * ((D_x - x) / c_out).square()).mean(dim=(1, 2, 3))
+        return ((D_x - x) / c_out).square().mean(dim=(1, 2, 3))
 
     @torch.no_grad()
     def sample(

@@ -43,13 +43,11 @@ class Guidance:
     routes      where tokens are routed and rejoin (their ratios are not used); None: each network's own routes
     channels    how many leading channels are guided (3 in the code of DiT, SiT and LightningDiT); the others come
                 from the strong pass; None: all are guided
-    internal    whether the weak prediction comes from the network's internal head, in the strong pass
 
     Classifier-free guidance: Ho & Salimans, arXiv 2207.12598. By selection ratios: arXiv 2601.01608 (SG).
     AutoGuidance: Karras et al., arXiv 2406.02507. Intervals: Kynkäänniemi et al., arXiv 2404.07724.
-    Path-drop guidance, gamma2 = 1: Sprint, arXiv 2510.21986. Internal guidance: arXiv 2512.24176.
-    Raises ValueError for a ratio outside [0, 1], a strong pass sparser than the weak one, or a weak pass in
-    addition to the internal head.
+    Path-drop guidance, gamma2 = 1: Sprint, arXiv 2510.21986.
+    Raises ValueError for a ratio outside [0, 1], a strong pass sparser than the weak one.
     """
 
     scale: float
@@ -60,7 +58,6 @@ class Guidance:
     interval: tuple[float, float] | None = None
     routes: tuple[Route, ...] | None = None
     channels: int | None = None
-    internal: bool = False
 
     def __post_init__(self) -> None:
         for name in ("gamma1", "gamma2", "interval"):  # a frozen value should hold no lists
@@ -70,18 +67,15 @@ class Guidance:
         if not all(0 <= ratio <= 1 for ratio in ratios) or min(ends(self.gamma1)) > max(ends(self.gamma2)):
             raise ValueError(f"gamma1={self.gamma1} gamma2={self.gamma2}: selection ratios must lie in [0, 1], and "
                              f"gamma1, of the strong pass, must not exceed gamma2. Only schedules may cross.")
-        if self.internal and (self.drop_label or self.net2 or any(ratios)):
-            raise ValueError("internal=true takes the weak prediction from the strong pass, with its label and all of "
-                             "its tokens: leave out weak, gamma1 and gamma2, and set drop_label=false.")
 
     def record(self) -> dict:
         """Returns the settings as JSON would restore them, without the weak network, whose path only the caller knows.
 
-        `channels` and `internal` appear only if they are set, so that other records are the same as in older files.
+        `channels` appears only if it is set, so that other records are the same as in older files.
         """
         record = {name: getattr(self, name) for name in ("scale", "gamma1", "gamma2", "drop_label", "interval")}
         record["routes"] = None if self.routes is None else [route.plain() for route in self.routes]
-        record |= {name: getattr(self, name) for name in ("channels", "internal") if getattr(self, name)}
+        record |= {"channels": self.channels} if self.channels else {}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in record.items()}
 
     def check(self, net: nn.Module) -> None:
@@ -92,9 +86,6 @@ class Guidance:
             if any(ends(gamma)) and not (network.routes if self.routes is None else self.routes):
                 raise ValueError(f"{name}={gamma} needs a network with a route, and this one has none: set "
                                  f"routes='[{{start_layer_idx: 2, end_layer_idx: -4}}]', or choose guidance=cfg.")
-        if self.internal and not hasattr(net, "internal_head"):
-            raise ValueError("guidance=internal needs the intermediate head that objective=internal trains, but "
-                             "this network has none: use guidance=cfg, for instance.")
         if self.drop_label and self.scale != 1 and not getattr(self.net2 or net, "null_label", True):
             raise ValueError("guidance by the label needs a null label, but these weights have none, as they were "
                              "trained with label_dropout=0: leave guidance out, or set drop_label=false.")
@@ -120,11 +111,11 @@ class Guidance:
 
         Returns a function that maps the state x (B, C, h, w), the noise level t and the step's index to the guided
         estimate, shaped like x. All evaluations within a step, in both passes, use the same masks. Passes that share
-        network and ratio run as one doubled batch. An internal head is evaluated in the strong pass. Raises
+        network and ratio run as one doubled batch. Raises
         ValueError as `check` does.
         """
         self.check(net)
-        net2 = net.internal_head.answer if self.internal else self.net2 or net
+        net2 = self.net2 or net
         mask_noise_at = mask_noise_from(noise)
 
         def guided(x: Tensor, t: float, step: int) -> Tensor:

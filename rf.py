@@ -13,14 +13,13 @@ from typing import Annotated, Literal, get_args
 
 import torch
 import torch.nn.functional as F
-from annotated_types import Ge, Gt, Interval
+from annotated_types import Ge, Gt
 from torch import Tensor, nn
 
 from guidance import UNGUIDED, Guidance
 from routing_module import Route
 
 LAST_STEP = 0.04      # noise level at which the SDE's last step begins, which adds no noise
-LEAST_T = 0.05        # CleanRF divides by this at lower noise levels (JiT, arXiv 2511.13720)
 Shift = Annotated[float, Gt(0)] | Literal["size"] | None
 TimestepSampling = Literal["logit_normal", "uniform"]
 Solver = Literal["euler", "heun", "euler_maruyama"]
@@ -41,16 +40,15 @@ class RF:
     Noise levels are sampled as sigmoid(N(0, 1)), "logit_normal" (arXiv 2403.03206), or "uniform" in [0, 1), and moved
     by `shift` (see `shifted`). The sampler's steps use the same shift by default. cosine_weight multiplies a second
     term of the loss: one minus the cosine of the angle between estimated and true velocity (LightningDiT, arXiv
-    2501.01423). contrastive_weight multiplies the squared distance from another sample's velocity, which is subtracted
-    (arXiv 2506.05350); at 1 the loss would have no minimum.
+    2501.01423).
     """
 
     def __init__(
         self, timestep_sampling: TimestepSampling = "logit_normal", cosine_weight: Annotated[float, Ge(0)] = 0.0,
-        contrastive_weight: Annotated[float, Interval(ge=0, lt=1)] = 0.0, shift: Shift = None,
+        shift: Shift = None,
     ):
         self.timestep_sampling, self.cosine_weight = timestep_sampling, cosine_weight
-        self.contrastive_weight, self.shift = contrastive_weight, shift
+        self.shift = shift
 
     def draw_t(self, x: Tensor) -> Tensor:
         """Samples noise levels (B,) for latents x (B, C, h, w) in training."""
@@ -71,26 +69,17 @@ class RF:
         z = z.float()
         return net(z, t.float(), y, routes=routes)[:, : z.shape[1]].float()
 
-    def target(self, x: Tensor, eps: Tensor, t: Tensor) -> Tensor:
-        """Returns what `velocity` should estimate (B, C, h, w); t is (B, 1, 1, 1)."""
-        return eps - x
-
     def loss(
         self, net: nn.Module, x: Tensor, y: Tensor, routes: tuple[Route, ...] = (),
         t: Tensor | None = None, eps: Tensor | None = None,
-        weight: Tensor | float = 1.0, mask_noise: Tensor | None = None,
+        mask_noise: Tensor | None = None,
     ) -> Tensor:
         """Returns each sample's squared error of the velocity (B,), a mean over channels and pixels.
 
-        cosine_weight adds one minus the cosine over channels, a mean over pixels. contrastive_weight subtracts the
-        squared error against the velocity of the previous sample; the first sample is compared with the last one.
+        cosine_weight adds one minus the cosine over channels, a mean over pixels.
         x is (B, C, h, w) float32 and y (B,); t (B,) and unit noise eps like x are sampled if they are None.
-        `weight` and `mask_noise` are as in `EDM.loss`. Raises ValueError for a contrast within a single sample.
+        `mask_noise` is as in `EDM.loss`.
         """
-        if self.contrastive_weight and len(x) == 1:
-            raise ValueError(f"diffusion.contrastive_weight={self.contrastive_weight} compares images within a rank's "
-                             f"part of the batch, which has only one: raise batch_size, or lower grad_accum_steps or "
-                             f"ranks.")
         if t is None:
             t = self.draw_t(x)
         if eps is None:
@@ -99,13 +88,12 @@ class RF:
         z = (1 - t_line) * x + t_line * eps
         if mask_noise is not None:
             net = partial(net, mask_noise=mask_noise)
-        v_hat, v = self.velocity(net, z, t, y, routes), self.target(x, eps, t_line)
+        v_hat, v = self.velocity(net, z, t, y, routes), eps - x
         # A network's first prediction is 0, which has no direction. Below a length of 0.1 the cosine fades. Otherwise
         # the first gradient would be about 1e7, and AdamW would remember it for hundreds of steps.
         angle = 1 - F.cosine_similarity(v_hat, v, dim=1, eps=0.1).unsqueeze(1)                   # (B, 1, h, w)
         error = (v_hat - v).square() + self.cosine_weight * angle
-        error = error - self.contrastive_weight * (v_hat - v.roll(1, dims=0)).square()
-        return (weight * error).mean(dim=(1, 2, 3))
+        return error.mean(dim=(1, 2, 3))
 
     @torch.no_grad()
     def sample(
@@ -162,21 +150,6 @@ class RF:
             if i < num_steps - 1:
                 z_next = z_next + math.sqrt(2 * t_cur * (t_cur - t_next)) * randn_like(z_cur)
         return z_next.float()
-
-
-class CleanRF(RF):
-    """Flow matching whose network predicts the clean latent, with a loss on the velocity (JiT, arXiv 2511.13720).
-
-    On the line, v = (z - x) / t. Below t = 0.05 the estimate and the target are both divided by 0.05, so that the loss
-    does not grow without bounds.
-    """
-
-    def velocity(self, net: nn.Module, z: Tensor, t: Tensor, y: Tensor, routes: tuple[Route, ...] = ()) -> Tensor:
-        x_hat = super().velocity(net, z, t, y, routes)
-        return (z.float() - x_hat) / t.float().clamp(min=LEAST_T).view(-1, 1, 1, 1)
-
-    def target(self, x: Tensor, eps: Tensor, t: Tensor) -> Tensor:
-        return (eps - x) * (t / LEAST_T).clamp(max=1)
 
 
 def sample_tread(

@@ -11,7 +11,6 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.nn.functional import avg_pool2d
 
 Selection = Literal["random", "grid", "l1"]     # how the kept tokens are chosen, see `Router`
 
@@ -278,11 +277,6 @@ class Router:
         """
         x = original_x.scatter(1, ids_keep.unsqueeze(-1).expand(-1, -1, x_kept.shape[-1]), x_kept)
         return x if dropped is None else torch.where(dropped.view(-1, 1, 1), original_x, x)
-
-
-def kept_tokens(masks: Tensor, patch_size: int) -> Tensor:
-    """Returns (B, N) bool: True for tokens where the mean of masks (B, 1, h, w) over the patch is above 0.5."""
-    return avg_pool2d(masks, patch_size).flatten(1) > 0.5
 
 
 def rank_in_group(noise: Tensor) -> Tensor:

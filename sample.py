@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from accelerate import PartialState
+from omegaconf import OmegaConf
 
 from guidance import Guidance
 from rf import RF
@@ -21,7 +22,6 @@ from runtime import files
 from runtime.command import command
 from runtime.device import join_ranks
 from runtime.schema import CONFIGS, Location, Selection, as_text, name_of_changes, refuse
-from runtime.typed import read_yaml
 from sampling.generate import SAMPLING_VERSION, Batch, gathered, generate, sampling_cost
 from sampling.opening import Sampling, open_sampling
 from sampling.options import (
@@ -61,7 +61,7 @@ def default_grid(cfg: GridSettings, config_name: str, trained: Trained, ending: 
     Its name contains the settings that change the images and are not the command's defaults, so that grids with other
     settings are kept.
     """
-    usual = dict(NO_GUIDANCE) | read_yaml(CONFIGS / "sampling.yaml") | read_yaml(CONFIGS / f"{config_name}.yaml")
+    usual = dict(NO_GUIDANCE) | OmegaConf.to_container(OmegaConf.load(CONFIGS / "sampling.yaml")) | OmegaConf.to_container(OmegaConf.load(CONFIGS / f"{config_name}.yaml"))
     hidden = NOT_IN_NAME | ({*GuidanceSettings.model_fields} if ending == "-unguided" else set())
     ending = f"{name_of_changes(cfg.model_dump(mode='json', exclude=hidden), usual)}{ending}.png"
     checkpoint, path = trained.checkpoint, Path(cfg.checkpoint)
@@ -115,7 +115,7 @@ def check_settings(cfg: SampleSettings, cli_overrides: Mapping[str, str]) -> Sam
 
 @command("sample", SampleSettings, check=check_settings)
 def main(cfg: SampleSettings) -> None:
-    state, kind = join_ranks(cfg.cpu, cfg.tf32, cfg.precisions), suffix_of_output(cfg)
+    state, kind = join_ranks(cfg.cpu, cfg.tf32), suffix_of_output(cfg)
     seeds = parse_seeds("seeds", cfg.seeds)
     another = "name another, or replace it with overwrite=true"
     if cfg.out and kind and not cfg.overwrite:
@@ -151,7 +151,7 @@ def check_grid(cfg: GridSettings, cli_overrides: Mapping[str, str]) -> GridSetti
 @command("rf", GridSettings, check=check_grid)
 def compare_guided(cfg: GridSettings) -> None:
     """Samples a flow-matching network guided and unguided, and prints what each costs: `python rf.py`."""
-    state = join_ranks(cfg.cpu, cfg.tf32, cfg.precisions)
+    state = join_ranks(cfg.cpu, cfg.tf32)
     sampling = open_sampling(state, cfg, most_classes=GRID_CLASSES)
     trained = sampling.trained
     if not isinstance(trained.diffusion, RF) or sampling.guidance is None:

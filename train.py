@@ -18,7 +18,6 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from functools import partial
 
 import numpy as np
 import torch
@@ -29,23 +28,21 @@ from tqdm import tqdm
 
 from guidance import Guidance
 from latents.loader import batches, to_latent
-from objectives import DiffusionLoss, Objective
+from objectives import DiffusionLoss
 from runtime import files, ranks, sharding
 from runtime.command import command
-from runtime.notebook import hides_bars
-from runtime.schema import as_argument, as_text
+from runtime.schema import as_text
 from sampling.generate import gathered, generate
 from sampling.options import labels_of
 from sampling.pictures import write_grid
 from scoring.image_sets import SampledImages, describe_weights
-from scoring.results import add_rows, result_row, scored_before
+from scoring.results import result_row
 from scoring.score import score_on
 from training import speed
 from training.cuda_graphs import record_passes
-from training.memory import what_fits
 from training.optimizers import step_unless
 from training.run import Run, make_run
-from training.run_folder import begin_record, lock_run, prepare_folder, require_gradients, resume, save
+from training.run_folder import begin_record, lock_run, prepare_folder, require_gradients, resume, save, training_step
 from training.settings import TrainSettings, check_settings
 from weights import checkpoint as checkpoints
 from weights.averages import decays
@@ -77,7 +74,7 @@ def set_learning_rates(
 
 
 def train_step(
-    accelerator: Accelerator, wrapped: nn.Module, objective: Objective | DiffusionLoss,
+    accelerator: Accelerator, wrapped: nn.Module, objective: DiffusionLoss,
     optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, arrays: Mapping[str, Tensor], *, label_dropout: float,
     clip_norm: float | None, num_parts: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -236,7 +233,7 @@ def report(run: Run, num_steps: int, since: float) -> None:
 def sample_grid(run: Run) -> None:
     cfg = run.cfg.samples
     pictures = generate(run.accelerator, run.averages[cfg.weights], run.diffusion, run.decode, *run.grid,
-                        batch_size=cfg.batch_size, num_steps=cfg.num_steps, precision=run.sampling_precision)
+                        batch_size=cfg.batch_size, num_steps=cfg.num_steps, precision=run.cfg.precision)
     picture = write_grid(run.accelerator, gathered(run.accelerator, pictures), run.grid_path,
                          run.latents.display_names)
     for tracker in run.accelerator.trackers if picture else ():
@@ -246,11 +243,13 @@ def sample_grid(run: Run) -> None:
 
 
 def evaluate(run: Run) -> None:
-    """Scores each average at each guidance scale, unless results.jsonl already has that score of this step."""
+    """Scores each average at each guidance scale, unless results.jsonl already has scores of this step."""
     cfg, accelerator, evaluator = run.cfg.evaluate, run.accelerator, run.evaluator
     results = run.folder / "results.jsonl"
+    if ranks.from_main(accelerator, lambda: any(training_step(row) == run.step for row in files.read_rows(results))):
+        return
     seeds = list(range(cfg.seed, cfg.seed + cfg.num_samples))
-    labels = labels_of(seeds, run.latents.classes)
+    labels, rows = labels_of(seeds, run.latents.classes), []
     with torch.device("meta"):
         outline = build_network(run.record["network"])  # complete, as shards cannot be counted
     for name, scale in itertools.product(cfg.weights, cfg.guidance_scales):
@@ -259,22 +258,19 @@ def evaluate(run: Run) -> None:
                                    run.latents.classes, run.model.num_classes, in_training=True)
         images = SampledImages(
             accelerator, run.averages[name], run.diffusion, run.decode, seeds, labels, outline=outline,
-            batch_size=cfg.batch_size, num_steps=cfg.num_steps, precision=run.sampling_precision, weights=weights,
+            batch_size=cfg.batch_size, num_steps=cfg.num_steps, precision=run.cfg.precision, weights=weights,
             guidance=None if scale is None else Guidance(scale))
-        row = result_row(accelerator, images, evaluator, batch_size=cfg.batch_size)
-        if ranks.from_main(accelerator, partial(scored_before, row, results, any_version=True)) is not None:
-            continue
-        [scores] = score_on(accelerator, [evaluator], images.sample(np.arange(len(seeds))), len(seeds))
+        scores = score_on(accelerator, evaluator, images.sample(np.arange(len(seeds))), len(seeds))
+        seconds = time.perf_counter() - began
+        rows.append(result_row(accelerator, images, evaluator, scores, batch_size=cfg.batch_size, seconds=seconds))
+        guided = "" if scale is None else f"_guided_{scale:g}"
         if accelerator.is_main_process:
-            row = result_row(accelerator, images, evaluator, scores, batch_size=cfg.batch_size,
-                             seconds=time.perf_counter() - began)
-            add_rows(results, [row], before=[])
             written = "  ".join(f"{metric} {value:.4g}" for metric, value in scores.items())
-            how = f"{name}, " + ("unguided" if scale is None else f"guidance scale {scale:g}")
-            tqdm.write(f"step {run.step}/{run.cfg.steps}  {written}  of {len(seeds):,} images, {how}, "
-                       f"in {row['seconds']:.0f} s")
-        suffix = ("" if name == "ema" else f"_{name}") + ("" if scale is None else f"_guided_{scale:g}")
-        accelerator.log({f"{metric}{suffix}": value for metric, value in scores.items()}, step=run.step)
+            tqdm.write(f"step {run.step}/{run.cfg.steps}  {written}  of {len(seeds):,} images, {name}{guided}, in "
+                       f"{seconds:.0f} s")
+        accelerator.log({f"{metric}_{name}{guided}": value for metric, value in scores.items()}, step=run.step)
+    for row in rows if accelerator.is_main_process else ():
+        files.append_row(results, row)
 
 
 def pause(run: Run, bar: tqdm, stop: ranks.StopRequest, finished: bool) -> int:
@@ -305,7 +301,7 @@ def pause(run: Run, bar: tqdm, stop: ranks.StopRequest, finished: bool) -> int:
 # ---- the story ------------------------------------------------------------------------------------------------------
 
 
-@command("config", TrainSettings, check=check_settings, when_full=what_fits)
+@command("config", TrainSettings, check=check_settings)
 def main(cfg: TrainSettings) -> None:
     accelerator = speed.make_accelerator(
         cfg.precision, cfg.grad_accum_steps, cfg.tf32, cfg.cpu,
@@ -329,7 +325,6 @@ def main(cfg: TrainSettings) -> None:
         speed.recompute_activations(run.model)
     speed.compile_blocks(run.model, cfg.compile)
     recorded = record_passes(run.objective, cfg.compile, device, cfg.grad_accum_steps)
-    speed.share_buffers(accelerator, run.objective, recorded)
     wrapped = speed.replicate(accelerator, recorded, sharded=cfg.sharding == "fsdp")
     run.optimizer = accelerator.prepare(run.optimizer)
     stop = ranks.StopRequest(accelerator)
@@ -339,7 +334,7 @@ def main(cfg: TrainSettings) -> None:
 
     # ---- the loop
     bar = tqdm(initial=run.step, total=cfg.steps, desc=cfg.name, unit="step",
-               disable=hides_bars(not accelerator.is_main_process))
+               disable=not accelerator.is_main_process or None)
     first_step = reported_step = run.step
     run.started = reported_at = time.perf_counter()
     while True:
@@ -365,7 +360,7 @@ def main(cfg: TrainSettings) -> None:
             arrays, label_dropout=cfg.label_dropout, clip_norm=cfg.optimizer.clip_norm,
             num_parts=cfg.grad_accum_steps,
         )
-        for name, decay in decays(run.step, cfg.ema.decay, cfg.ema.std, cfg.ema.warmup).items():
+        for name, decay in decays(run.step, cfg.ema.decay, cfg.ema.warmup).items():
             update_ema(run.averages[name], run.model, decay)
         run.sums.add(loss, grad_norm, skipped, terms)
         run.step, run.images = run.step + 1, run.images + cfg.batch_size
@@ -380,7 +375,7 @@ def main(cfg: TrainSettings) -> None:
         folder, name = checkpoints.step_folder(run.folder, run.step), signal.Signals(stopped_by).name
         accelerator.print(f"Stopped by {name} at step {run.step}; saved in {folder}. The same command resumes.")
         sys.exit(128 + stopped_by)
-    following = f" Next: python sample.py {as_argument('checkpoint', run.folder)}" if run.step else ""
+    following = f" Next: python sample.py checkpoint={run.folder}" if run.step else ""
     accelerator.print(f"Finished {run.step} steps: {run.folder}.{following}")
 
 

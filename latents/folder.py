@@ -8,6 +8,7 @@ offset.
 import hashlib
 import json
 import math
+import resource
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,10 +20,7 @@ import torch
 from pydantic import Field
 
 from autoencoder import SD_VAE_SCALE, Convention
-from latents.labels import check_labels
-from latents.listing import find_tars, spread
-from latents.tars import allow_open_files, map_tars, refuse_two_splits
-from routing_module import kept_tokens
+from latents.listing import spread
 from runtime.files import NPY_ERRORS, is_inside, refuse_pointer
 from runtime.schema import (
     Classes,
@@ -34,19 +32,26 @@ from runtime.schema import (
     Record,
     Size,
     Text,
-    as_argument,
     first_line,
     one_of,
     read_record,
 )
 
 KINDS = ("sample", "moments")
-WEIGHT = "weight"  # what objectives call the masks in masks-*.npy
+MAX_CLASSES = 1_000_000  # a larger class number is a mistake, and a table of so many classes would fill the memory
 NUM_PROBED = 512  # latents checked on opening, evenly spread over the shards
 CHUNK = 4096  # latents copied to a device at once
 
 
 # ---- a data set of latents ------------------------------------------------------------------------------------------
+
+
+def allow_open_files(num_files: int) -> None:
+    """Raises this process's limit on open files if `num_files` memory maps, which hold one each, would exceed it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = num_files + 512  # for the files that Python, torch and the trackers hold open
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard), hard))
 
 
 class Array(NamedTuple):
@@ -79,7 +84,6 @@ class Latents:
     class_names: list[str] | None
     autoencoder: str
     convention: Convention                      # turns the autoencoder's latents into the network's
-    applied: Convention | None = None           # for tars: the part of it that `read` still applies
     display_names: list[str] | None = None
     arrays: dict[str, Array] = field(default_factory=dict)  # keyed by the names that objectives use
 
@@ -89,12 +93,12 @@ class Latents:
         self.shape = (self.stored_shape[0] // (2 if self.kind == "moments" else 1), *self.stored_shape[1:])
         record = [[(file.name, file.stat().st_size) for file in self.files], self.count, self.shape,
                   str(self.stored_dtype), self.kind, self.mirrored, self.num_classes, self.class_names,
-                  self.autoencoder, *(self.applied or self.convention).record().values()]
+                  self.autoencoder, *self.convention.record().values()]
         content = hashlib.sha256(json.dumps(record).encode())
         content.update(self.labels)
         content.update(self._read_stored(*self.probe()))
         for name, rows in sorted(self.rows_of(self.arrays, *self.probe()).items()):
-            content.update(rows.astype(np.float16) if name == WEIGHT else name.encode() + rows.tobytes())
+            content.update(name.encode() + rows.tobytes())
         self.fingerprint = content.hexdigest()[:32]
 
     def read(self, indices: np.ndarray, mirror: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -102,11 +106,7 @@ class Latents:
 
         Where `mirror` (B,) bool is True, the latent of the flipped image is returned.
         """
-        stored = self._read_stored(indices, mirror)
-        if self.applied is not None:
-            convert = self.applied.moments if self.kind == "moments" else self.applied.latent
-            stored = convert(torch.from_numpy(stored).float()).half().numpy()
-        return stored, self.labels[indices].astype(np.int64)
+        return self._read_stored(indices, mirror), self.labels[indices].astype(np.int64)
 
     def rows_of(
         self, names: Iterable[str], indices: np.ndarray, mirror: np.ndarray | None = None,
@@ -121,20 +121,6 @@ class Latents:
                 flipped = mirror.reshape(-1, *[1] * (rows[name].ndim - 1))
                 rows[name] = np.where(flipped, rows[name][..., ::-1], rows[name])
         return rows
-
-    def most_kept(self, patch_size: int) -> tuple[int, int]:
-        """Reads all masks and finds the one for which `kept_tokens` keeps the most tokens.
-
-        Returns that number of tokens, and the index of its image.
-        """
-        most, image = 0, 0
-        for start in range(0, self.count, CHUNK):
-            indices = np.arange(start, min(start + CHUNK, self.count))
-            weight = torch.from_numpy(self.rows_of([WEIGHT], indices)[WEIGHT]).float()
-            counts = kept_tokens(weight, patch_size).sum(dim=1)
-            if (found := int(counts.max())) > most:
-                most, image = found, start + int(counts.argmax())
-        return most, image
 
     def to_device(self, device: torch.device | str, names: Sequence[str] = ()) -> tuple[torch.Tensor, ...]:
         """Copies the complete data set to a device: latents, labels, and the arrays in `names`, in that order.
@@ -167,7 +153,7 @@ class Latents:
             file = self.files[shard + is_copy * (len(self.starts) - 1)]
             if name != "latents":  # an array's files are named after the latents' and have the same rows
                 own = "_mirrored" if is_copy and self.arrays[name].mirror == "files" else ""
-                name = "masks" if name == WEIGHT else name + own
+                name += own
                 file = file.with_name(self.files[shard].name.replace("latents-", f"{name}-"))
             return f"{file}, row {indices[first] - self.starts[shard]} (image {indices[first]} of the data set)"
         return None
@@ -178,10 +164,9 @@ class Latents:
             raise ValueError(f"{self.where} holds latents {self.shape}, which must be (channels, side, side): move the "
                              f"channels to the front, or crop the images to squares.")
         if tuple(shape) != self.shape:
-            or_kind = f", or data.kind={'moments' if self.kind == 'sample' else 'sample'}" if self.applied else ""
             raise ValueError(f"{self.where} holds latents {self.shape}, but the network is set up for {tuple(shape)}: "
                              f"set data=folder, which reads the shape from the folder, or "
-                             f"data.channels={self.shape[0]} and data.input_size={self.shape[1]}{or_kind}.")
+                             f"data.channels={self.shape[0]} and data.input_size={self.shape[1]}.")
         if num_classes < self.num_classes:
             raise ValueError(f"{self.where} has {self.num_classes} classes, but the network is set up for "
                              f"{num_classes}: set data.num_classes={self.num_classes} or more.")
@@ -211,32 +196,20 @@ class Latents:
             rows[i] = shards[s][r]
 
 
-def open_latents(path: str | Path, *, kind: str | None = None, scale: float | None = None,
-                 num_classes: int | None = None) -> Latents:
-    """Opens a latent folder (docs/data.md), or tars of `{key}.latent.npy` and `{key}.cls`.
-
-    For tars, `path` is a folder, a glob, or braces as in shard-{000000..000127}.tar. A latent folder records its kind
-    and scale, so those arguments must be None or agree with it. Tars have no such record: `kind` is "sample" or
-    "moments" ([mean, logvar]). The autoencoder's own values become z * scale; the default `scale` is 1 for samples,
-    which TREAD stores scaled, and 0.18215 for moments. Labels lie below `num_classes` (default 1000).
-
-    Opening tars for the first time writes an index next to them, so let one rank open them before the others. Raises
-    ValueError for data that is missing, unfinished, damaged, or not scaled for the network.
-    """
+def open_latents(path: str | Path) -> Latents:
+    """Opens a latent folder (docs/data.md); raises ValueError for data that is missing, damaged or wrongly scaled."""
     path = Path(path)
     if (path / "metadata.json").is_file():
-        latents = _open_folder(path, kind, scale)
+        latents = _open_folder(path)
     elif (path / "preparing.json").exists() or any(path.glob("latents-*.npy")):
         raise ValueError(f"{path}: preparation has not finished; rerun the same command to resume it.")
-    elif tars := find_tars(path):
-        latents = _open_tars(path, tars, kind, scale, num_classes)
     else:
         problem, source, out = f"There is no data set at {path}.", "source=<images>", path
         if path.is_dir():
             problem = f"{path} holds neither metadata.json, which marks a latent folder, nor .tar files."
-            source, out = as_argument("source", path), Path("data") / path.name
+            source, out = f"source={path}", Path("data") / path.name
         raise ValueError(f"{problem} Prepare one with `python scripts/prepare_latents.py {source} "
-                         f"{as_argument('out', out)}`, or try the built-in shapes with `bash scripts/quickstart.sh`.")
+                         f"out={out}`, or try the built-in shapes with `bash scripts/quickstart.sh`.")
     _check_values(latents)
     return latents
 
@@ -307,7 +280,7 @@ def map_npy(file: Path, shapes: list[tuple[int, ...]], dtypes: list[str]) -> np.
     return np.asarray(array)  # indexing a memmap is slower
 
 
-def _open_folder(folder: Path, kind: str | None, scale: float | None) -> Latents:
+def _open_folder(folder: Path) -> Latents:
     file = folder / "metadata.json"
     meta = read_record(Metadata, file, "docs/data.md has the format, and scripts/prepare_latents.py writes it.")
     counts = [shard.count for shard in meta.shards]
@@ -316,10 +289,6 @@ def _open_folder(folder: Path, kind: str | None, scale: float | None) -> Latents
                               ("shards", meta.count, sum(counts))):
         if found not in (None, known):
             raise ValueError(f"{file} says {known}, but its {key} have {found}.")
-    for name, value, recorded in (("kind", kind, meta.kind), ("scale", scale, meta.scale)):
-        if value is not None and value != recorded:
-            raise ValueError(f"data.{name} is {value!r}, but {folder} was prepared with {recorded!r}: "
-                             f"leave data.{name}=null for a latent folder.")
     try:
         convention = Convention.read(meta.model_dump())
         convention.require(meta.shape[0], "its record")
@@ -334,10 +303,6 @@ def _open_folder(folder: Path, kind: str | None, scale: float | None) -> Latents
         check_labels(own, meta.num_classes, folder / shard.labels, 'correct the labels or "num_classes" in the record')
     arrays = {name: Array(maps[name] + maps.get(f"{name}_mirrored", []), record.mirror)
               for name, record in meta.arrays.items()}
-    if any(folder.glob("masks-*.npy")):  # loss weights
-        sides = meta.shape[1:]
-        masks = _map_shards(folder, meta, "masks", [sides, [1, *sides]], ["uint8", "float16"])
-        arrays[WEIGHT] = Array([mask.reshape(-1, 1, *sides) for mask in masks], "flip")
     return Latents(where=str(folder), starts=np.concatenate([[0], np.cumsum(counts)]),
                    files=[own_file(folder, _file_of(shard, part)) for part in ("latents", "mirrored") if part in maps
                           for shard in meta.shards],
@@ -372,30 +337,19 @@ def _map_shards(folder: Path, meta: Metadata, name: str, shapes: list, dtypes: l
             for shard in meta.shards]
 
 
-def _open_tars(path: Path, tars: list[Path], kind: str | None, scale: float | None, num_classes: int | None) -> Latents:
-    num_classes = 1000 if num_classes is None else num_classes
-    refuse_two_splits(tars, "data.path", path)
-    rows, starts, labels, stored_shape, stored_dtype = map_tars(tars)
-    channels = stored_shape[0]
-    if kind is None:
-        raise ValueError(f"{path} holds latents of {channels} channels, and tars do not record their kind: set "
-                         "data.kind=moments for [mean, logvar], which 8 channels almost certainly are, or "
-                         "data.kind=sample.")
-    # TREAD does not scale samples, so they are scaled already. Moments are the autoencoder's own values.
-    scale = scale or (1.0 if kind == "sample" else SD_VAE_SCALE)
-    check_labels(labels, num_classes, path, "set data.num_classes above it, or correct the tars")
-    if kind == "moments" and channels == 4:
-        warnings.warn(f"{path} holds latents of 4 channels, which are almost certainly samples: set data.kind=sample, "
-                      "unless they are the moments of a 2-channel autoencoder.", stacklevel=3)
-    # The tars do not record their autoencoder, so assume the one that TREAD uses.
-    return Latents(where=str(path), files=tars, shards=rows, starts=starts,
-                   labels=labels.astype(np.min_scalar_type(num_classes - 1)), stored_shape=stored_shape,
-                   stored_dtype=stored_dtype, kind=kind, mirrored=False, num_classes=num_classes, class_names=None,
-                   autoencoder="sd_vae_ema",
-                   convention=Convention(SD_VAE_SCALE if scale == 1 else scale), applied=Convention(scale))
-
-
 # ---- checks ---------------------------------------------------------------------------------------------------------
+
+
+def check_labels(labels: np.ndarray, num_classes: int, where: str | Path, remedy: str) -> None:
+    """Raises ValueError, ending in `remedy`, for a label that is not an integer in 0..num_classes - 1."""
+    if labels.dtype.kind not in "iu" or labels.ndim != 1:
+        raise ValueError(f"{where} has labels of type {labels.dtype} and shape {labels.shape}, not one integer each: "
+                         f"{remedy}.")
+    low, high = labels.min(initial=0), labels.max(initial=0)
+    if low < 0 or high >= num_classes:
+        bad = low if low < 0 else high
+        raise ValueError(f"{where} has label {bad} (row {int(np.argmax(labels == bad))}), outside "
+                         f"0..{num_classes - 1}: {remedy}.")
 
 
 def check_kind(stored: np.ndarray, kind: str, where: str, log_scale: float | None, remedy: str) -> None:
@@ -426,12 +380,8 @@ def _check_values(latents: Latents) -> None:
     if not finite.all():
         raise ValueError(f"{where}: {(~finite).sum()} hold NaN or infinity, such as image {indices[~finite][0]}. "
                          "Prepare them again; an autoencoder in half precision is the usual cause.")
-    masks = latents.rows_of([WEIGHT], indices, mirror)[WEIGHT] if WEIGHT in latents.arrays else np.ones(1)
-    if not (0 <= masks.min() and 0 < masks.max() <= 1):  # nor NaN
-        raise ValueError(f"{where}: masks range from {masks.min():.4g} to {masks.max():.4g}, but weights of the loss "
-                         f"must lie in 0..1 and not all be 0: store mask / 255 as float16, or 0 and 1 as uint8.")
-    check_kind(stored, latents.kind, where, latents.applied and latents.applied.scale,
-               'set data.kind=moments for tars; a latent folder needs [mean, exp(logvar / 2)] * scale and "kind": '
+    check_kind(stored, latents.kind, where, None,
+               'a latent folder needs [mean, exp(logvar / 2)] * scale and "kind": '
                '"moments".')
     mean, std = np.split(stored, 2, axis=1) if latents.kind == "moments" else (stored, np.zeros(1))
     if latents.autoencoder == "identity":
@@ -445,9 +395,8 @@ def _check_values(latents: Latents) -> None:
     deviation = math.sqrt(mean.var() + np.square(std).mean())  # the standard deviation of mean + std * eps
     if 0.3 <= deviation <= 3:
         return
-    scale = (latents.applied or latents.convention).scale
-    remedy = (f"data.scale is {scale:g}: set data.scale={SD_VAE_SCALE if deviation > 3 else 1}." if latents.applied
-              else "Multiply latents by the autoencoder's scale exactly once, as scripts/prepare_latents.py does.")
+    scale = latents.convention.scale
+    remedy = "Multiply latents by the autoencoder's scale exactly once, as scripts/prepare_latents.py does."
     looks = (f"unscaled: {SD_VAE_SCALE} times that is {deviation * SD_VAE_SCALE:.2g}" if deviation > 3 else
              f"scaled twice: divided by {scale:g} it is {deviation / scale:.2g}")
     message = f"{where}: a standard deviation of {deviation:.3g}, instead of about 1, looks {looks}. {remedy}"

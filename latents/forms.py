@@ -13,6 +13,7 @@ import warnings
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from io import BytesIO
@@ -22,10 +23,11 @@ import numpy as np
 import torch
 
 from autoencoder import SD_VAE_SCALE, Convention
-from latents.listing import TAR_SUFFIX, Listing, UnreadableImage, find_tars, list_folder, list_zip, tar_members
-from latents.tars import map_tars, refuse_two_splits
+from latents.decoding import UnreadableImage
+from latents.listing import TAR_SUFFIX, Listing, find_tars, list_folder, list_zip, tar_members
+from latents.tars import read_tar, refuse_two_splits
 from runtime.files import NPY_ERRORS, is_pointer, parse_json, refuse_pointer
-from runtime.schema import as_argument, first_line
+from runtime.schema import first_line
 from weights.autoencoders import STATISTICS, own_convention, read_statistics
 
 # ---- forms ----------------------------------------------------------------------------------------------------------
@@ -327,16 +329,15 @@ def open_tars(source: Path, kind: str | None) -> Stored:
     refuse_pickles(tars[0])
     refuse_two_splits(tars, "source", source)
     warn_of_gap([tar.name for tar in tars], source)
-    rows, starts, labels, shape, _ = map_tars(tars)
+    with ThreadPoolExecutor() as pool:
+        parts = [*pool.map(read_tar, tars)]
+    rows, labels = (np.concatenate(part) for part in zip(*parts, strict=True))
+    shape = rows.shape[1:]
     if kind is None and shape[0] != 4 and shape[1] == shape[2]:
         raise ValueError(f"{tars[0]} holds latents of {shape[0]} channels, and tars do not record their kind: set "
                          f"kind=moments for [mean, log-variance], or kind=sample.")
 
-    def read(start: int, end: int) -> np.ndarray:
-        shards = np.searchsorted(starts, np.arange(start, end), side="right") - 1
-        return np.stack([rows[shard][row - starts[shard]] for row, shard in enumerate(shards, start)])
-
-    return Stored(labels, shape, {"latents": read}, {
+    return Stored(labels, shape, {"latents": lambda start, end: rows[start:end]}, {
         "kind": kind or "sample", "scaled": kind != "moments", "log_variance": kind == "moments"})
 
 
@@ -396,7 +397,7 @@ def refuse_foreign(source: str) -> None:
     path = Path(source)
     if not (path / "metadata.json").is_file() and (found := find_form(source)) and found[0] != "tread":
         raise ValueError(f"{source} holds {FORMS[found[0]].whose}: run `python scripts/import_latents.py "
-                         f"{as_argument('source', path)} {as_argument('out', Path('data') / path.stem)}`, and train on "
+                         f"source={path} out={Path('data') / path.stem}`, and train on "
                          f"its output.")
 
 

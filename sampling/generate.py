@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 
 import torch
 from accelerate import PartialState
@@ -17,7 +16,6 @@ from guidance import Guidance
 from rf import RF
 from routing_module import Route
 from runtime.device import DTYPES
-from runtime.notebook import hides_bars
 
 SAMPLING_VERSION = 1  # a change of the images of the same seeds increments it: tests/test_versions.py
 
@@ -34,12 +32,6 @@ class Meter:
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.net, name)
-
-    @property
-    def internal_head(self) -> object:
-        """Replaces the internal head, whose pass is already counted; AttributeError if the network has none."""
-        head = self.net.internal_head
-        return SimpleNamespace(answer=lambda x, *_, **__: x.new_zeros(len(x), head.out_channels, *x.shape[2:]))
 
     def __call__(
         self, x: Tensor, t: Tensor, y: Tensor, routes: tuple[Route, ...] = (), mask_noise: Tensor | None = None,
@@ -105,7 +97,7 @@ def generate(
     device = next(net.parameters()).device
     batch_size = min(batch_size, max(1, math.ceil(len(seeds) / state.num_processes)))
     silent = progress is None or not state.is_main_process
-    bar = tqdm(total=len(seeds), desc=progress, unit="img", disable=hides_bars(silent))
+    bar = tqdm(total=len(seeds), desc=progress, unit="img", disable=silent or None)
     for start in range(0, len(seeds), batch_size * state.num_processes):
         first = start + batch_size * state.process_index
         sampled = seeds[first : first + batch_size]

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal, TypeVar
 
 import torch
+from omegaconf import OmegaConf
 from pydantic import Field
 
 from guidance import Guidance, ends
@@ -24,7 +25,6 @@ from runtime.schema import (
     read,
     refuse,
 )
-from runtime.typed import read_yaml
 from sampling.checks import LIMITS, check_interval
 from weights.averages import AnyWeights
 from weights.loading import Checkpoint, Trained, load_trained, other_data
@@ -74,10 +74,9 @@ class GuidanceSettings(Settings):
     interval: Pair | None
     routes: list[GuidanceRoute] | None
     channels: Size | None
-    internal: bool
 
 
-NO_GUIDANCE = read(GuidanceSettings, read_yaml(CONFIGS / "guidance/none.yaml"))
+NO_GUIDANCE = read(GuidanceSettings, OmegaConf.to_container(OmegaConf.load(CONFIGS / "guidance/none.yaml")))
 
 
 class WeightsSettings(Settings):
@@ -142,7 +141,7 @@ def build_guidance(
     if settings.weak == "required":
         raise ValueError("This guidance needs weak=<an earlier or smaller checkpoint>, the network of its weak pass.")
     ratios = ends(settings.gamma1) + ends(settings.gamma2)
-    is_same = not (settings.drop_label or settings.weak or settings.internal) and settings.gamma1 == settings.gamma2
+    is_same = not (settings.drop_label or settings.weak) and settings.gamma1 == settings.gamma2
     if (settings.scale != 1 and is_same) or (settings.routes and not any(ratios)):
         raise ValueError(f"scale={settings.scale:g} guides nothing, as both passes are the same, or no token takes "
                          f"routes=: set drop_label=true, gamma2= above gamma1=, or weak=.")
@@ -168,7 +167,7 @@ def build_guidance(
     routes = None if settings.routes is None else tuple(
         Route(selection_ratio=0.0, **route.model_dump()) for route in settings.routes)
     guidance = Guidance(settings.scale, settings.gamma1, settings.gamma2, settings.drop_label, weak and weak.net,
-                        settings.interval, routes, settings.channels, settings.internal)
+                        settings.interval, routes, settings.channels)
     guidance.check(trained.net)
     source = weak and {"checkpoint": str(weak.checkpoint.folder or weak.checkpoint.file), "step": weak.step,
                        "weights_sha256": weak.checkpoint.sha256}

@@ -15,10 +15,9 @@ from PIL import Image, ImageDraw, ImageFont, UnidentifiedImageError
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
-from latents.images import looks_like_image
+from latents.listing import looks_like_image
 from runtime.device import describe_device
 from runtime.files import atomic_write, write_array
-from runtime.notebook import show
 from sampling.generate import Batch
 
 MOST_COLUMNS = 10  # of a grid, as a class may have many images
@@ -90,7 +89,6 @@ def write_grid(
         return None
     grid = draw_grid(images, labels.tolist(), display_names, classes)
     save_image(grid, path, describe_device(state.device))
-    show(path)
     return grid
 
 

@@ -6,7 +6,6 @@ Stored images come from a folder, a zip, an npz or an npy, or are decoded from l
 import hashlib
 import math
 import os
-import re
 import zipfile
 import zlib
 from collections import Counter
@@ -26,12 +25,11 @@ from tqdm import tqdm
 from dit import DiT
 from edm import EDM
 from guidance import Guidance
+from latents.decoding import REMARKS, UnreadableImage, open_image, remark_on
 from latents.folder import open_latents
-from latents.images import UnreadableImage, open_image, open_source, remark_on
-from latents.listing import REMARKS, describe_other
+from latents.images import open_source
 from rf import RF
 from runtime import files
-from runtime.notebook import hides_bars
 from sampling.checks import sampler_settings
 from sampling.generate import SAMPLING_VERSION, generate, sampling_cost
 from weights import autoencoders
@@ -39,7 +37,6 @@ from weights import autoencoders
 ARRAYS = (".npz", ".npy")
 BALANCED = "class seed % number of classes"
 SAMPLED_RULE = "uint8 = floor(clip(127.5 x + 128, 0, 255))"
-H100 = {"fp32": 120e12, "bf16": 240e12, "fp16": 240e12}  # FLOP/s: 30 % of a large product's (fp32: TF32), assumed
 Indexed = Iterator[tuple[Tensor, Tensor]]  # indices (B,) int64, -1 for a copy; images (B, H, W, 3) uint8
 
 
@@ -94,9 +91,6 @@ def open_images(
     """
     file = Path(path)
     if are_files(path):
-        if file.is_file() and (what := describe_other(file)):
-            raise ValueError(f"{key}={path} is {what}: give a folder, zip or tar of images, an .npz or .npy of them, "
-                             f"{'' if key == 'images' else 'an .npz of mu and sigma, '}or a latent folder.")
         images = open_files(state, key, path, resolution)
     elif file.suffix in ARRAYS:
         images = open_array(key, path)
@@ -174,16 +168,8 @@ def open_files(state: PartialState, key: str, path: str, resolution: int | None)
 
     All hashes and sizes must be known before the first image is scored, so ranks share the reading.
     """
-    try:
-        source = open_source(path, labels="none")
-    except ValueError as error:
-        by_command = r": name what scripts/prepare_latents.py autoencoder=identity makes of one, \1."
-        reason = re.sub(r": choose one, as in (image_column=.*)\.", by_command, str(error))
-        raise ValueError(reason.replace("source=", f"{key}=")) from error
+    source = open_source(path, labels="none")
     pool = ThreadPoolExecutor(8)
-    if source.not_images and state.is_main_process:
-        print(f"{key}={path}: {len(source.not_images)} files do not have the name of an image and are skipped: "
-              f"{', '.join(source.not_images[:5])}.")
 
     def look(index: int) -> tuple[int, bytes, tuple[int, int], str | None, str | None]:
         try:
@@ -196,7 +182,7 @@ def open_files(state: PartialState, key: str, path: str, resolution: int | None)
     mine = range(state.process_index, len(source), state.num_processes)
     found = []
     for start in tqdm(range(0, len(mine), 256), desc="looking at files", unit=" × 256 img", delay=2, leave=False,
-                      disable=hides_bars(not state.is_main_process)):
+                      disable=not state.is_main_process or None):
         found += pool.map(look, mine[start : start + 256])
     found = sorted(gather_object(found))
     digests, sizes = [digest for _, digest, *_ in found], Counter(size for _, _, size, *_ in found)
@@ -226,7 +212,7 @@ def open_files(state: PartialState, key: str, path: str, resolution: int | None)
 
     size = [resolution] * 2 if resolution else list(next(iter(sizes))[::-1])
     record = {"path": str(path), "sha256": hashlib.sha256(b"".join(digests)).hexdigest(), "size": size,
-              "not_images": len(source.not_images), "order": "shuffled by the files' SHA-256, copies apart"}
+              "order": "shuffled by the files' SHA-256, copies apart"}
     return Images(len(source), read, record, shuffled(digests))
 
 
@@ -316,8 +302,3 @@ class SampledImages(ImageSet):
         for sampled, _, images in self.generate(seeds, labels):
             self.record["size"] = list(images.shape[1:3])
             yield torch.tensor([place[seed] for seed in sampled.tolist()]), images
-
-
-def derived_hours(record: dict, count: int, precision: str) -> float:
-    """Estimates the hours in which one H100 samples `count` images, from the network's FLOPs alone."""
-    return 2 * sum(record["multiply_adds"].values()) * count / H100[precision] / 3600

@@ -7,16 +7,12 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 
-import numpy as np
 import torch
 from scipy.linalg.lapack import dpstrf
 from torch import Tensor
 
 SPLIT = 5000        # images of one Inception Score; the score of a set is the mean over its splits
 NEIGHBOUR = 3       # precision and recall: a ball reaches the third nearest neighbour
-SUBSETS, SUBSET = 100, 1000     # KID: the number of subsets, and of images in each
-PROJECTIONS = 1000  # MIND: random directions
-RANDOM_SEED = 2020  # for KID and MIND, as in torch-fidelity
 BLOCK = 10000       # rows and columns of distances that ADM's evaluator computes in one piece
 
 OverRanks = Callable[[Tensor], Tensor]  # sums a tensor over all processes
@@ -229,37 +225,6 @@ def precision_recall(
                     within_images[rows] |= (part <= image_radii[columns]).any(1)
                     within_reference[columns] |= (part <= reference_radii[rows, None]).any(0)
     return within_reference.double().mean().item(), within_images.double().mean().item()
-
-
-def kernel_distance(images: Tensor, reference: Tensor) -> float:
-    """Computes KID (Bińkowski et al., arXiv 1801.01401): the unbiased squared MMD for the kernel (x·y / D + 1)³.
-
-    It is the mean over 100 subsets of 1000 of the features (N, D) and (M, D), sampled as in torch-fidelity.
-    """
-    rng, distances = np.random.RandomState(RANDOM_SEED), []
-    for _ in range(SUBSETS):
-        x, y = (features[rng.choice(len(features), SUBSET, replace=False)].double() for features in (images, reference))
-        xx, yy, xy = ((a @ b.T / a.shape[1] + 1) ** 3 for a, b in ((x, x), (y, y), (x, y)))
-        within = (xx.sum() - xx.trace() + yy.sum() - yy.trace()) / (SUBSET * (SUBSET - 1))
-        distances.append(within - 2 * xy.mean())
-    return torch.stack(distances).mean().item()
-
-
-def mind_distance(images: Tensor, reference: Tensor) -> float:
-    """Computes MIND (Berthet et al., arXiv 2605.06797): 3 D times the mean squared 1-D Wasserstein-2 distance.
-
-    Features (N, D) and (M, D) are projected onto 1000 random directions, and sorted there. The larger set is sampled
-    down to the size of the smaller. Directions and sample are those of torch-fidelity.
-    """
-    generator, count = torch.Generator().manual_seed(RANDOM_SEED), min(len(images), len(reference))
-    x, y = (features if len(features) == count else
-            features[torch.randperm(len(features), generator=generator)[:count].to(features.device)]
-            for features in (images, reference))
-    directions = torch.randn(PROJECTIONS, x.shape[1], generator=generator)
-    directions = (directions / directions.norm(dim=1, keepdim=True)).to(x.device, torch.float64)
-    squares = [(x.double() @ some.T).sort(0).values.sub((y.double() @ some.T).sort(0).values).square().mean()
-               for some in directions.split(100)]
-    return 3 * x.shape[1] * torch.stack(squares).mean().item()
 
 
 @contextlib.contextmanager

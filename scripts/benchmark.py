@@ -36,7 +36,7 @@ from latents.folder import Latents, open_latents
 from latents.loader import batches, check_batch_size, to_latent
 from objectives import DiffusionLoss
 from runtime import files
-from runtime.command import command, commit
+from runtime.command import command, commit, compose
 from runtime.device import DTYPES, device_name, multiplies_in_tf32
 from runtime.schema import (
     Classes,
@@ -51,7 +51,6 @@ from runtime.schema import (
     name_of_changes,
     one_of,
 )
-from runtime.typed import compose
 from sampling import generate
 from sampling.options import GuidanceSettings, build_guidance
 from scoring import metrics

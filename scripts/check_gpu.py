@@ -31,15 +31,16 @@ from torch._dynamo.utils import counters
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from training.memory import images_that_fit
+
 from autoencoder import DiffusersAutoencoder
 from edm import EDM
 from objectives import DiffusionLoss, build_objective, trained_parameters
 from routing_module import RouteSchedule
 from runtime import files, ranks, sharding
-from runtime.command import command, commit
+from runtime.command import command, commit, compose
 from runtime.device import device_name, driver_version
 from runtime.schema import Location, Settings, first_line, read
-from runtime.typed import compose
 from sampling.generate import generate
 from scoring.features import Extractor, extract
 from scoring.metrics import Moments, frechet_distance
@@ -47,7 +48,6 @@ from scripts import benchmark, plan
 from train import train_step, update_ema
 from training import speed
 from training.cuda_graphs import record_passes
-from training.memory import images_that_fit
 from training.optimizers import build_optimizer
 from training.run import Sums
 from weights.records import build_network

@@ -15,9 +15,8 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from latents.folder import KINDS, check_kind
+from latents.folder import KINDS, MAX_CLASSES, check_kind, check_labels
 from latents.forms import FORMS, Form, Stored, convert, open_stored, recognize
-from latents.labels import MAX_CLASSES, check_labels
 from latents.listing import find_tars, spread
 from latents.writer import is_finished, write_folder
 from runtime.command import command

@@ -5,7 +5,6 @@ complete. So the result does not depend on interruptions or on the number of ran
 the commands, and docs/data.md describes the format.
 """
 
-import re
 import sys
 import warnings
 from collections.abc import Mapping
@@ -18,10 +17,9 @@ import torch
 from pydantic import Field
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from latents.decoding import UnreadableImage
 from latents.folder import KINDS
-from latents.images import ImageSource, UnreadableImage, note_dark_images, open_source
-from latents.labels import decode_text
-from latents.listing import Listing
+from latents.images import ImageSource, open_source
 from latents.writer import is_finished, write_folder
 from objectives.teachers import Teacher, load_teacher
 from runtime.command import command
@@ -50,8 +48,8 @@ class PrepareSettings(Settings):
     patch_size: Size
     images: bool
     labels: Location
-    image_column: Text | None
-    label_column: Text | None
+    image_column: Text
+    label_column: Text
     label_map: Location | None
     words: Location | None
     seed: NonNegativeInt
@@ -120,37 +118,15 @@ def as_stored(rows: torch.Tensor, what: str) -> np.ndarray:
 # ---- classes --------------------------------------------------------------------------------------------------------
 
 
-WORDS = ("words.txt", "LOC_synset_mapping.txt")
-
-
-def display_names(
-    class_names: list[str], words: str | None, source: str, listing: Listing | None = None,
-) -> list[str] | None:
-    """Returns class names for people, from a file of `<class name> <display name>, <synonym>, ...` lines.
-
-    Without `words`, WordNet ids are looked up in the files that usually list them: in the source, also if that is an
-    archive, and in the folders above it, as far up as in Kaggle's zip. Returns None if there are none. A class
-    that is not in the file keeps its name. Raises ValueError if `words` names none of the classes.
-    """
-    contents = [] if words is None else [(f"words={words}", Path(words).read_bytes())]
-    if words is None and all(re.fullmatch(r"n\d{8}", name) for name in class_names):
-        files = listing and (listing.archive or listing)
-        contents = [(files.shown[i], files.read(i)) for i, name in enumerate(files.names if files else [])
-                    if name.rpartition("/")[2] in WORDS]
-        folders = dict.fromkeys(folder for place in (Path(source).absolute(), Path(source).resolve())
-                                for folder in (place, *place.parents[:5]))
-        contents += [(str(folder / name), (folder / name).read_bytes()) for folder in folders for name in WORDS
-                     if (folder / name).is_file()]
-    for where, content in contents:
-        lines = decode_text(content, where).splitlines()
-        pairs = [line.split("\t" if "\t" in line else None, 1) for line in lines]
-        display = {pair[0]: pair[1].split(",")[0].strip() for pair in pairs if len(pair) == 2}
-        if not display.keys().isdisjoint(class_names):
-            return [display.get(name) or name for name in class_names]
-    if words is not None:
-        raise ValueError(f"words={words} names none of the source's {len(class_names)} classes, such as "
-                         f"{class_names[0]}: write <class name> <display name> on each line.")
-    return None
+def display_names(class_names: list[str], words: str | None) -> list[str] | None:
+    """Returns class names for people, from a file of `<class name> <display name>, <synonym>, ...` lines."""
+    if words is None:
+        return None
+    pairs = [line.split("\t" if "\t" in line else None, 1) for line in Path(words).read_text("utf-8").splitlines()]
+    display = {pair[0]: pair[1].split(",")[0].strip() for pair in pairs if len(pair) == 2}
+    if display.keys().isdisjoint(class_names):
+        raise ValueError(f"words={words} names none of the source's classes, such as {class_names[0]}.")
+    return [display.get(name) or name for name in class_names]
 
 
 def apply_label_map(source: ImageSource, label_map: str) -> None:
@@ -190,18 +166,16 @@ def main(cfg: PrepareSettings) -> None:
     """Writes `source` to `out` as a latent folder. Raises ValueError for bad settings before anything slow starts."""
     warnings.filterwarnings("ignore", module="PIL")  # they do not name the file; unreadable files are listed anyway
     # Ranks may finish one shard apart. For a VAE on a CPU, that takes longer than a barrier's usual timeout.
-    state = join_ranks(False, cfg.tf32, {"precision": cfg.precision}, timeout=timedelta(days=7))
+    state = join_ranks(False, cfg.tf32, timeout=timedelta(days=7))
     out, resolution, autoencoder, kind = Path(cfg.out), cfg.resolution, cfg.autoencoder, cfg.kind
     source = open_source(cfg.source, cfg.shapes.count, cfg.shapes.seed, cfg.labels, cfg.image_column,
                          cfg.label_column)
     if cfg.label_map is not None:
         apply_label_map(source, cfg.label_map)
-    shown = display_names(source.class_names, cfg.words, cfg.source, source.listing)
+    shown = display_names(source.class_names, cfg.words)
     classes = len(source.class_names)
     state.print(f"{cfg.source}: {len(source):,} images in {classes} {'class' if classes == 1 else 'classes'}, "
                 f"{len(source.left_out)} other {'file' if len(source.left_out) == 1 else 'files'}")
-    for note in source.notes:
-        state.print(note)
 
     settings = dict(resolution=resolution, autoencoder=autoencoder, kind=kind, mirror=cfg.mirror, seed=cfg.seed,
                     precision=cfg.precision, shard_size=cfg.shard_size, tf32=cfg.tf32, fingerprint=source.fingerprint(),
@@ -215,8 +189,6 @@ def main(cfg: PrepareSettings) -> None:
     if resolution % vae.downsample:
         raise ValueError(f"resolution={resolution} is not divisible by {vae.downsample}, the factor by which "
                          f"{autoencoder} downsamples images.")
-    if cfg.source != "shapes" and state.is_main_process and (note := note_dark_images(source)):
-        print(note)
     side = resolution // vae.downsample
     teacher, arrays = None, {}
     if cfg.teacher is not None:

@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 from dit import multiply_adds
 from fid import OF_SAMPLING, ScoringSettings
 from runtime import ranks
-from runtime.command import command, commit
+from runtime.command import command, commit, compose
 from runtime.files import inside, read_rows, remove, write_text
 from runtime.schema import (
     Count,
@@ -43,7 +43,6 @@ from runtime.schema import (
     read,
     read_record,
 )
-from runtime.typed import compose
 from scoring.results import read_results, tells_scores_apart
 from scripts.comparison import (
     AXES,

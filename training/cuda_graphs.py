@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from objectives import DiffusionLoss, Objective
+from objectives import DiffusionLoss
 
 # The modes of torch.compile that ask for CUDA graphs, and the mode that compiles the blocks inside our graphs.
 CUDA_GRAPHS = {"reduce-overhead": None, "max-autotune": "max-autotune-no-cudagraphs"}
@@ -26,7 +26,7 @@ class Recorded(nn.Module):
     added up, so they must be copies.
     """
 
-    def __init__(self, objective: Objective | DiffusionLoss, copies: bool):
+    def __init__(self, objective: DiffusionLoss, copies: bool):
         super().__init__()
         self.objective, self.copies = objective, copies
         self.passes: dict[tuple, Passes] = {}
@@ -92,7 +92,7 @@ class Replay(torch.autograd.Function):
 
 
 def record_passes(
-    objective: Objective | DiffusionLoss, how: bool | str, device: torch.device, num_parts: int,
+    objective: DiffusionLoss, how: bool | str, device: torch.device, num_parts: int,
 ) -> nn.Module:
     """Returns the objective for `speed.replicate`: itself or, on a GPU with a mode of CUDA_GRAPHS, recorded."""
     if device.type != "cuda" or how not in CUDA_GRAPHS:

@@ -10,7 +10,6 @@ import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -22,21 +21,18 @@ from edm import EDM
 from latents.folder import Latents, open_latents
 from latents.forms import refuse_foreign
 from latents.loader import check_batch_size
-from objectives import DiffusionLoss, Objective, build_objective, class_of, trained_parameters
+from objectives import DiffusionLoss, build_objective, trained_parameters
 from rf import RF
-from routing_module import RouteSchedule
 from runtime import sharding
 from runtime.command import commit
 from runtime.device import DTYPES, device_name, multiplies_in_tf32
 from sampling.options import GRID_CLASSES, empty_classes, labels_of, parse_classes, parse_seeds, unscored_classes
 from scoring.features import load_extractor
-from scoring.score import Evaluator, available_metrics, measure_references, open_reference
-from training import speed
+from scoring.score import Evaluator, available_metrics, measure_reference, open_reference
 from training.optimizers import build_optimizer
 from training.settings import ModelSettings, TrainSettings, describe_unfinished_warmup
 from weights import autoencoders
-from weights import lora as adapters
-from weights.averages import kinds
+from weights.averages import names_of
 from weights.records import ROUTER_DEFAULTS, build_diffusion, build_network, build_schedule
 
 # ---- a run ----------------------------------------------------------------------------------------------------------
@@ -78,7 +74,7 @@ class Run:
     record: dict                            # network, diffusion, data and more, for checkpoints
     model: DiT                              # the plain network, which is saved
     averages: dict[str, DiT]                # averages of its weights, by name; the first is ema
-    objective: Objective | DiffusionLoss    # what is minimised; contains the network
+    objective: DiffusionLoss                # what is minimised; contains the network
     optimizer: torch.optim.Optimizer
     sums: Sums
     step: int = 0
@@ -115,10 +111,6 @@ class Run:
         return self.record["data"]["autoencoder"]
 
     @property
-    def sampling_precision(self) -> str:
-        return "bf16" if self.cfg.precision == "fp8" else self.cfg.precision  # averages have no float8 layers
-
-    @property
     def summary(self) -> str:
         """Describes network, data, device and length in a line."""
         cfg, latents, accelerator = self.cfg, self.latents, self.accelerator
@@ -150,15 +142,7 @@ def open_data(cfg: TrainSettings, accelerator: Accelerator) -> Latents:
     if cfg.data.path is None:
         raise ValueError("Give the latents to train on: data.path=<folder>, as scripts/prepare_latents.py wrote it.")
     refuse_foreign(cfg.data.path)
-    with accelerator.local_main_process_first():  # the first one indexes tars for the others
-        latents = open_latents(cfg.data.path, kind=cfg.data.kind, scale=cfg.data.scale,
-                               num_classes=cfg.data.num_classes)
-    name = cfg.data.autoencoder
-    own = autoencoders.own_convention(name) if name and latents.applied and cfg.data.scale is None else None
-    if own not in (None, latents.convention):
-        raise ValueError(f"data.path={cfg.data.path} holds tars, which are read as sd_vae_ema's latents. They are "
-                         f"scaled differently from data.autoencoder={name}'s: run scripts/import_latents.py with "
-                         f"autoencoder={name}, and train on what it wrote.")
+    latents = open_latents(cfg.data.path)
     num_classes = cfg.data.num_classes or latents.num_classes
     latents.require(shape=latent_shape(cfg, latents), num_classes=num_classes)
     if empty := empty_classes(latents.classes, num_classes):
@@ -222,8 +206,6 @@ def describe_run(cfg: TrainSettings, latents: Latents, world: int, device: torch
     """Returns what a checkpoint records of its run."""
     num_classes, schedule = cfg.data.num_classes or latents.num_classes, describe_schedule(cfg)
     network = describe_network(cfg.model, latent_shape(cfg, latents), num_classes)
-    for name, settings in cfg.objective.items():
-        network |= class_of(name).network_keywords(network["depth"], **settings)
     data = {"fingerprint": latents.fingerprint, "autoencoder": cfg.data.autoencoder or latents.autoencoder,
             "convention": latents.convention.record(), "class_names": latents.class_names,
             "display_names": latents.display_names}
@@ -233,17 +215,14 @@ def describe_run(cfg: TrainSettings, latents: Latents, world: int, device: torch
         "network": network, "diffusion": dict(cfg.diffusion), "data": data,
         "world": world, "seed": cfg.seed, "batch_size": cfg.batch_size, "optimizer": cfg.optimizer.name,
         "init_from": cfg.init_from, "parent": None, "null_label": cfg.label_dropout > 0,
-        "published": cfg.published and cfg.published.model_dump(exclude_none=True),
         "config": cfg.model_dump(mode="json"), "history": [begun],
     }
     if schedule:
         record["route_schedule"] = schedule
-    if cfg.objective:
-        record["objective"] = cfg.objective
+    if cfg.alignment:
+        record["alignment"] = cfg.alignment.model_dump()
     if len(latents.classes) != num_classes:
         data["classes"] = latents.classes
-    if cfg.lora.rank is not None:
-        record["lora"] = {**cfg.lora.model_dump(), "alpha": cfg.lora.alpha or float(cfg.lora.rank)}
     return record
 
 
@@ -276,15 +255,15 @@ def open_sampling_and_scoring(
         if cfg.evaluate.reference is None:
             raise ValueError(f"evaluate.every={cfg.evaluate.every} needs evaluate.reference=<an npz, or images>; "
                              f"docs/evaluation.md explains how to get or make one.")
-        with accelerator.local_main_process_first():  # the first one downloads weights for the others
-            extractor = load_extractor(cfg.evaluate.features, cfg.evaluate.features_weights,
-                                       cfg.evaluate.sha256, accelerator.device)
+        extractor = load_extractor(accelerator, cfg.evaluate.features, cfg.evaluate.features_weights,
+                                   cfg.evaluate.sha256)
         side = latents.shape[1] * decoder.downsample  # the size of decoded images, to which photographs are scaled
         reference = open_reference(accelerator, cfg.evaluate.reference, extractor, side)
         metrics = available_metrics(extractor, reference, cfg.evaluate.metrics, cfg.evaluate.num_samples)
         if few := unscored_classes(cfg.evaluate.num_samples, latents.classes):
             accelerator.print(f"evaluate.{few}")
-        evaluator = measure_references(accelerator, Evaluator(extractor, reference, metrics), cfg.evaluate.batch_size)
+        reference = measure_reference(accelerator, reference, extractor, metrics, cfg.evaluate.batch_size)
+        evaluator = Evaluator(extractor, reference, metrics)
     return decoder.decode, grid, evaluator
 
 
@@ -295,55 +274,23 @@ def initial_network(cfg: TrainSettings, record: dict, device: torch.device) -> D
     return sharding.shard(net, device, DTYPES[cfg.precision]) if cfg.sharding == "fsdp" else net.to(device)
 
 
-def check_kept(latents: Latents, model: DiT, schedule: RouteSchedule) -> None:
-    """Reads all masks; raises ValueError if there are none, or one keeps more tokens than a route does."""
-    if "weight" not in latents.arrays:
-        raise ValueError(f"keep_masked=true needs masks, but {latents.where} has no masks-*.npy (docs/data.md): write "
-                         f"them, or set keep_masked=false.")
-    num_tokens = model.pos_embed.shape[1]
-    most, image = latents.most_kept(model.patch_size)
-    for route in chain(*schedule.every):
-        # A path drop routes all tokens of some samples.
-        room = 0 if route.path_drop else num_tokens - int(num_tokens * route.selection_ratio)
-        if most > room:
-            raise ValueError(f"keep_masked=true: the mask of image {image} keeps {most} of {num_tokens} tokens, but "
-                             f"route {route} keeps only {room}. Set selection_ratio to {1 - most / num_tokens:.4g} or "
-                             f"less and path_drop to 0 in model.routes, or keep_masked=false.")
-
-
 def make_run(cfg: TrainSettings, accelerator: Accelerator) -> Run:
     """Builds a run at step 0; raises ValueError, with the setting to change, for settings that cannot work."""
     if cfg.sharding == "fsdp" and not torch.distributed.is_initialized():
         raise ValueError("sharding=fsdp splits a network over ranks, but this is a single process: start it with "
                          "accelerate launch or torchrun, or set sharding=none.")
-    speed.check_compiler(cfg.compile, accelerator.device)
-    if cfg.precision == "fp8":
-        speed.check_float8(accelerator.device)
     latents = open_data(cfg, accelerator)
     cfg = choose_sizes(cfg, accelerator, latents.count)
     record = describe_run(cfg, latents, accelerator.num_processes, accelerator.device)
     model = initial_network(cfg, record, accelerator.device)
     schedule = build_schedule(model, record.get("route_schedule", {}), cfg.seed)
-    if cfg.keep_masked:
-        check_kept(latents, model, schedule)
-    if cfg.lora.rank is not None:
-        layers = adapters.attach(model, **cfg.lora.model_dump())
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        accelerator.print(f"LoRA of rank {cfg.lora.rank} on {layers} layers: {trained / 1e6:.3g}M parameters are "
-                          f"trained.")
     # A sharded network cannot be copied. Averages are not frozen, as autocast caches casts of trainable weights only.
     averages = {}
-    for name in kinds(cfg.ema.decay, cfg.ema.std):
+    for name in names_of(cfg.ema.decay):
         net = initial_network(cfg, record, accelerator.device) if cfg.sharding == "fsdp" else copy.deepcopy(model)
         averages[name] = net.eval()
-    if cfg.precision == "fp8":
-        speed.multiply_in_float8(model)
     shapes = {name: array.shards[0].shape[1:] for name, array in latents.arrays.items()}
-    objective = build_objective(model, build_diffusion(record["diffusion"]), record.get("objective"), cfg.keep_masked,
-                                shapes, schedule)
-    if lacking := [name for name in objective.arrays if name not in (*latents.arrays, "weight")]:
-        raise ValueError(f"The objective {', '.join(cfg.objective)} needs the extra array {lacking[0]}-*.npy, and "
-                         f"{latents.where} has no such array in its metadata.json (docs/data.md).")
+    objective = build_objective(model, build_diffusion(record["diffusion"]), record.get("alignment"), shapes, schedule)
     objective.to(accelerator.device)
     if cfg.sharding == "fsdp":
         sharding.shard_rest(objective, model, accelerator.device)

@@ -22,18 +22,13 @@ from runtime.schema import Count, NonNegativeInt, NotNegative, Number, as_record
 from training.optimizers import load_optimizer, optimizer_tensors
 from training.run import Run
 from training.settings import WITHOUT_EFFECT, CheckpointSettings
-from weights import averages
 from weights import checkpoint as checkpoints
-from weights import lora as adapters
-from weights.averages import kinds
+from weights.averages import names_of
 from weights.loading import (
-    Checkpoint,
     Trained,
     find_by_hash,
     find_on_main_rank,
     latest_checkpoint,
-    link_base,
-    load_base,
     load_trained,
     other_data,
 )
@@ -65,13 +60,13 @@ class Meta(CheckpointRecord):
     init_from: str | None = None
     history: list[dict] = []
     lowest_loss: Number | None = None
-    objective: dict[str, dict] = {}
+    alignment: dict | None = None
     optimizer: str = "adamw"
     route_schedule: dict = {}
 
 
 # Settings in WITHOUT_EFFECT that do change a run: a checkpoint's record has their values under other keys.
-RECORDED = {"seed", "batch_size", "model", "diffusion", "objective", "route_schedule", "lora", "diffusion_name",
+RECORDED = {"seed", "batch_size", "model", "diffusion", "alignment", "route_schedule", "diffusion_name",
             "new_label_table"}
 
 
@@ -124,7 +119,7 @@ def numerical_settings(record: dict) -> dict[str, object]:
         "route_schedule": record.get("route_schedule", {}), **length,
         **{key: value for key, value in config.items() if not is_among(key, WITHOUT_EFFECT)},
         **leaves(diffusion_keywords(record["diffusion"]), "diffusion."),
-        **leaves(record.get("objective", {}), "objective."),
+        **leaves(record.get("alignment") or {}, "alignment."),
     }
 
 
@@ -139,14 +134,13 @@ def same_start(meta: dict, path: str | None) -> bool:
 def check_resumable(meta: dict, now: dict, run_dir: Path) -> list[str]:
     """Compares a checkpoint's record with this run's; returns the changes that are allowed, as sentences.
 
-    Raises ValueError for another network, diffusion, objective, data set, start, adapter or optimizer.
+    Raises ValueError for another network, diffusion, objective, data set, start or optimizer.
     """
     def facts(record: dict) -> dict:
         return {"network": architecture(record["network"]),
                 "diffusion": without_weights(diffusion_keywords(record["diffusion"])),
-                "objective": without_weights(record.get("objective", {})), "data set": record["data"]["fingerprint"],
+                "alignment": without_weights(record.get("alignment") or {}), "data set": record["data"]["fingerprint"],
                 "init_from": record.get("init_from"),
-                "adapter": {**(record.get("lora") or {"rank": None}), "base": None},
                 "optimizer": record.get("optimizer", "adamw")}
 
     if same_start(meta, now.get("init_from")):
@@ -217,15 +211,6 @@ def resume(run: Run) -> tuple[Path, dict] | None:
     return found
 
 
-def start_adapter(run: Run, base: Trained) -> None:
-    """Records the path of the base of a run's adapter, and links it into the run unless it is there already."""
-    folder, lora = base.checkpoint.folder, run.record["lora"]
-    if "base" not in lora or folder is None or folder.resolve() != (run.folder / "base").resolve():
-        lora["base"] = str(base.checkpoint.file.absolute())
-    if run.accelerator.is_main_process:
-        link_base(base.checkpoint, run.folder)
-
-
 def begin(run: Run) -> None:
     """Loads the weights that a run starts from, if it names any; raises ValueError where they do not fit."""
     if run.cfg.init_from is not None:
@@ -240,10 +225,8 @@ def begin(run: Run) -> None:
         run.record["parent"] = {"step": parent.step, "weights_sha256": parent.checkpoint.sha256,
                                 **({"diffusion_name": parent.family} if parent.family else {})}
         run.record["null_label"] |= parent.net.null_label and not run.cfg.new_label_table
-        if "lora" in run.record:
-            start_adapter(run, parent)
         for net in (run.model, *run.averages.values()):
-            adapters.load_base_weights(net, parent.net.state_dict())
+            sharding.copy_into(net.state_dict(), parent.net.state_dict())
 
 
 def restore(run: Run, folder: Path, content: dict) -> None:
@@ -268,15 +251,9 @@ def restore(run: Run, folder: Path, content: dict) -> None:
         run.run_id = meta.run_id
     run.saved = run.step
     run.lowest_loss = math.inf if meta.lowest_loss is None else meta.lowest_loss
-    if meta.lora is not None:  # then checkpoints hold only the adapter
-        run.record["lora"] = meta.lora.model_dump()
-        base = load_base(Checkpoint(folder / "ema.safetensors", folder, content), cfg.init_from)
-        start_adapter(run, base)
-        for net in (run.model, *run.averages.values()):
-            adapters.load_base_weights(net, base.net.state_dict())
-    adapters.load_adapter(run.model, checkpoints.load(folder, "model"))
+    sharding.copy_into(run.model.state_dict(), checkpoints.load(folder, "model"))
     for name, file in stored_averages(meta, run).items():
-        adapters.load_adapter(run.averages[name], checkpoints.load(folder, file))
+        sharding.copy_into(run.averages[name].state_dict(), checkpoints.load(folder, file))
     training = checkpoints.load(folder, "training")
     with as_recorded(folder / "training.safetensors"):
         run.sums.values.copy_(training.pop("sums"))
@@ -288,19 +265,12 @@ def restore(run: Run, folder: Path, content: dict) -> None:
 
 
 def stored_averages(meta: Meta, run: Run) -> dict[str, str]:
-    """Returns the file of a checkpoint from which each average resumes, by the average's name.
-
-    An average with a new decay begins with the trained weights. Raises ValueError for a new power-function average,
-    as its profile covers the run from the start.
-    """
+    """Returns the file of a checkpoint from which each average resumes; one with a new decay begins with the weights."""
     with as_recorded(run.folder / "checkpoints"):
-        was = {kind: name for name, kind in kinds(**{"decay": [None], **meta.config.get("ema", {})}).items()}
+        was = {decay: name for name, decay in names_of(meta.config.get("ema", {}).get("decay", [None])).items()}
     found = {}
-    for name, kind in kinds(run.cfg.ema.decay, run.cfg.ema.std).items():
-        found[name] = was.get(kind, "ema" if name == "ema" else "model")
-        if kind not in was and kind[0] == "std":
-            raise ValueError(f"ema.std={run.cfg.ema.std}: {name} averages over all steps, but {run.folder} took "
-                             f"{meta.step} without it: leave it out, or start another run with name=<another>.")
+    for name, decay in names_of(run.cfg.ema.decay).items():
+        found[name] = was.get(decay, "ema" if name == "ema" else "model")
         if found[name] == "model":
             run.accelerator.print(f"{name} begins at step {meta.step} with the weights of that step.")
     return found
@@ -319,12 +289,11 @@ def save(run: Run) -> None:
     meta = {**run.progress, "scaler": accelerator.scaler and accelerator.scaler.state_dict(),
             "sound": not run.is_diverging(total), "planned": run.step % cfg.checkpoint.every == 0,
             **run.record, "torch": torch.__version__}
-    tensors = {**{name: adapters.tensors(net) for name, net in run.averages.items()},
-               "model": adapters.tensors(run.model), "training": training}
+    tensors = {**{name: net.state_dict() for name, net in run.averages.items()},
+               "model": run.model.state_dict(), "training": training}
     with sharding.gathering(checkpoints.stored(tensors)) as values:
         if accelerator.is_main_process:
             checkpoints.save(checkpoints.step_folder(run.folder, run.step), tensors, meta, values)
-            averages.keep_snapshots(run.folder, cfg.ema.snapshot_every or 1)
             checkpoints.prune(run.folder, run.step, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every)
 
 
@@ -372,13 +341,12 @@ def prepare_folder(run: Run, resumed: tuple[Path, dict] | None) -> None:
     with as_recorded(run.folder / "checkpoints"):
         kept = run.cfg.checkpoint.model_dump() | saved.get("checkpoint", {})
         read(CheckpointSettings, kept, f"{run.folder / 'checkpoints'}: checkpoint.")
-    averages.keep_snapshots(run.folder, run.cfg.ema.snapshot_every or 1)
     checkpoints.prune(run.folder, run.step, kept["keep_last"], kept["keep_every"])
     if resumed is None:  # a run that starts over scores its untrained network again
         discard_after(run.folder, -1)
         write_settings(run)
     if run.step < run.cfg.steps:
-        size = 4 * sum(tensor.numel() for tensor in adapters.tensors(run.model).values())
+        size = 4 * sum(tensor.numel() for tensor in run.model.state_dict().values())
         needed = (3 + len(run.averages)) * size  # the averages, the weights, and the optimizer's two moments
         files.require_room(run.folder, needed, "a checkpoint: make room, or set run_dir= to another disk.")
 
@@ -401,7 +369,6 @@ def write_settings(run: Run) -> None:
 def discard_after(run_dir: Path, step: int) -> None:
     """Discards what a run wrote after `step`, which it now repeats: damaged checkpoints, grids, metrics, scores."""
     checkpoints.set_aside_after(run_dir, step)
-    averages.delete_snapshots_after(run_dir, step)
     for picture in (run_dir / "samples").glob("step-" + 8 * "[0-9]" + ".png"):
         if int(picture.stem.removeprefix("step-")) > step:
             picture.unlink()

@@ -1,15 +1,12 @@
 """The settings of configs/config.yaml and its groups, with their types and ranges."""
 
-import os.path
-import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from dit import DiT_models, Init
-from latents.folder import KINDS
 from routing_module import Router
 from runtime.device import DTYPES
 from runtime.schema import (
@@ -29,17 +26,14 @@ from runtime.schema import (
     Text,
     as_text,
     one_of,
-    refuse,
 )
 from scoring import results
 from scoring.features import Features
 from training import speed
-from weights.averages import NARROWEST, WIDEST, WeightsName, kinds
+from weights.averages import WeightsName, names_of
 from weights.others import FAMILIES
-from weights.records import RouteSettings, ScheduleSettings, check_objective, keywords
+from weights.records import RouteSettings, ScheduleSettings, keywords
 
-# A keyword of an objective. Its class knows which ones are paths.
-Keyword = Annotated[Any, AfterValidator(lambda value: os.path.expanduser(value) if isinstance(value, str) else value)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -62,17 +56,14 @@ class DataSettings(Settings):
     channels: Size | None
     input_size: Size | None
     num_classes: Classes | None
-    kind: one_of(KINDS) | None
-    scale: Positive | None
     on_device: bool
     autoencoder: Location | None
     grid_classes: Selection | None
 
 
-class LoRASettings(Settings):
-    rank: Count | None
-    alpha: Positive | None
-    targets: NonEmptyList[Text] | None
+class AlignmentSettings(Settings):
+    block: NonNegativeInt | None
+    weight: NotNegative
 
 
 class AdamWSettings(Settings):
@@ -95,8 +86,6 @@ class MuonSettings(AdamWSettings):
 class EMASettings(Settings):
     decay: Decay | NonEmptyList[Decay]  # with 1 it would never leave the untrained network
     warmup: bool
-    std: list[Annotated[float, Field(ge=NARROWEST, lt=WIDEST)]]
-    snapshot_every: Count | None
 
 
 class LogSettings(Settings):
@@ -138,9 +127,9 @@ class EvaluateSettings(Settings):
 # A resumed run does not announce changes of these: names, paths, what is shown or kept, speed, and what only the first
 # start reads. For the rest of them the checkpoint's record is compared, in which null has become a number.
 WITHOUT_EFFECT = {
-    "name", "run_dir", "log", "checkpoint", "samples", "evaluate", "published", "decode_precision", "decode_batch_size",
-    "max_skipped_in_row", "activation_checkpointing", "init_from", "diffusion_name", "new_label_table", "lora", "seed",
-    "batch_size", "steps", "model", "diffusion", "objective", "route_schedule", "data.name", "data.path",
+    "name", "run_dir", "log", "checkpoint", "samples", "evaluate", "decode_precision", "decode_batch_size",
+    "max_skipped_in_row", "activation_checkpointing", "init_from", "diffusion_name", "new_label_table", "seed",
+    "batch_size", "steps", "model", "diffusion", "alignment", "route_schedule", "data.name", "data.path",
     "data.channels", "data.input_size", "data.num_classes", "data.on_device", "data.autoencoder", "data.grid_classes",
 }
 
@@ -151,13 +140,11 @@ class TrainSettings(Settings):
     init_from: Location | None
     diffusion_name: one_of(FAMILIES) | None
     new_label_table: bool
-    lora: LoRASettings
     seed: Annotated[int, Field(ge=0, le=2**64 - 1)]  # as torch takes them
     steps: NonNegativeInt | None
     batch_size: Count | None
     grad_accum_steps: Count
     label_dropout: Fraction
-    keep_masked: bool
     max_skipped_in_row: Count
     precision: one_of(speed.PRECISIONS)
     decode_precision: one_of(DTYPES)
@@ -170,7 +157,7 @@ class TrainSettings(Settings):
     model: ModelSettings
     data: DataSettings
     diffusion: dict
-    objective: dict[str, dict[str, Keyword]]
+    alignment: AlignmentSettings | None
     route_schedule: ScheduleSettings
     optimizer: Annotated[AdamWSettings | MuonSettings, Field(discriminator="name")]
     ema: EMASettings
@@ -178,38 +165,18 @@ class TrainSettings(Settings):
     checkpoint: CheckpointSettings
     samples: SamplesSettings
     evaluate: EvaluateSettings
-    published: results.Published | None
 
-
-# With only these typed beside experiment=, a run is still the one of the experiment's published scores.
-AS_PUBLISHED = (
-    "experiment", "name", "run_dir", "seed", "steps", "grad_accum_steps", "max_skipped_in_row", "precision",
-    "decode_precision", "decode_batch_size", "tf32", "sharding", "compile", "activation_checkpointing", "cpu",
-    "data.path", "data.kind", "data.scale", "data.on_device", "data.autoencoder", "data.grid_classes", "log",
-    "checkpoint", "samples", "evaluate",
-)
 
 
 def check_settings(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> TrainSettings:
-    """Returns the settings to train with; it drops published scores if the typed settings make another run.
-
-    Raises ValueError for settings that do not go together.
-    """
+    """Returns the settings; raises ValueError for some that do not go together."""
     check_run_dir(cfg)
     check_pairs(cfg, cli_overrides)
-    check_effect(cfg, cli_overrides)
-    check_chosen(cfg, cli_overrides)
-    check_objective(cfg.objective)
     check_averages(cfg)
     check_scales(cfg)
     if "optimizer.warmup_steps" in cli_overrides and (unfinished := describe_unfinished_warmup(cfg)):
         raise ValueError(f"{unfinished} Shorten it.")
-    if cfg.lora.rank is not None and cfg.init_from is None:
-        raise ValueError(f"lora.rank={cfg.lora.rank} adapts trained weights: give init_from=<a run, a checkpoint or a "
-                         f"weights file>.")
-    is_as_published = any(key.partition(".")[0] == "published" for key in cli_overrides) or all(
-        key.partition(".")[0] in AS_PUBLISHED or key in AS_PUBLISHED for key in cli_overrides)
-    return cfg if is_as_published else cfg.model_copy(update={"published": None})
+    return cfg
 
 
 def describe_unfinished_warmup(cfg: TrainSettings) -> str | None:
@@ -223,49 +190,31 @@ def describe_unfinished_warmup(cfg: TrainSettings) -> str | None:
 
 def check_pairs(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> None:
     """Raises ValueError for two settings that are not supported together, or where one replaces the other."""
-    adapter, muon, fsdp = f"lora.rank={cfg.lora.rank}", "optimizer=muon", "sharding=fsdp"
-    fp8, fp16, graphs = "precision=fp8", "precision=fp16", f"compile={as_text(cfg.compile)}"
+    fsdp = "sharding=fsdp"
+    fp16, graphs = "precision=fp16", f"compile={as_text(cfg.compile)}"
     preset, routes = (f"{key}={cli_overrides.get(key)}" for key in ("routes", "model.routes"))
-    labels, network = "new_label_table=true", f"model={'sprint' if cfg.model.fusion else cli_overrides.get('model')}"
+    network = f"model={'sprint' if cfg.model.fusion else cli_overrides.get('model')}"
     is_set = {
-        adapter: cfg.lora.rank is not None, muon: cfg.optimizer.name == "muon", fsdp: cfg.sharding == "fsdp",
-        fp8: cfg.precision == "fp8", fp16: cfg.precision == "fp16", graphs: cfg.compile in speed.CUDA_GRAPHS,
-        labels: cfg.new_label_table, preset: cli_overrides.get("routes", "null") != "null",
+        fsdp: cfg.sharding == "fsdp", fp16: cfg.precision == "fp16", graphs: cfg.compile in speed.CUDA_GRAPHS,
+        preset: cli_overrides.get("routes", "null") != "null",
         routes: "model.routes" in cli_overrides,
         network: cfg.model.fusion or cli_overrides.get("model", "tread") != "tread",
     }
-    # CUDA graphs need weights at fixed addresses, and FSDP gathers them in each pass. An adapter trains no table.
-    for one, other in ((adapter, muon), (adapter, fp8), (adapter, fsdp), (adapter, labels), (muon, fp8), (fsdp, fp8),
-                       (fsdp, fp16), (fsdp, graphs), (preset, routes), (preset, network)):
+    # CUDA graphs need weights at fixed addresses, and FSDP gathers them in each pass.
+    for one, other in ((fsdp, fp16), (fsdp, graphs), (preset, routes), (preset, network)):
         if is_set[one] and is_set[other]:
             raise ValueError(f"{one} and {other} do not go together: leave one out.")
 
 
-def check_chosen(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> None:
-    """Raises ValueError where keys of an experiment would add to the network or objective that is typed with it."""
-    if cli_overrides.get("model") == "dit" and cfg.model.routes and not any("routes" in key for key in cli_overrides):
-        raise ValueError("model=dit would train on a route, as the experiment sets model.routes: write model.routes=[] "
-                         "as well.")
-    if "objective" in cli_overrides:
-        chosen = re.findall(r"\w+", cli_overrides["objective"].replace("null", ""))
-        added = [name for name in cfg.objective
-                 if name not in chosen and not any(key.startswith(f"objective.{name}") for key in cli_overrides)]
-        if added and {*chosen} <= {*cfg.objective}:  # a file's name may differ from its objective's
-            both = f"objective=[{','.join([*added, *chosen])}] for all of them, or " if chosen else ""
-            raise ValueError(f"objective={cli_overrides['objective']} would train {added[0]} as well, which the "
-                             f"experiment sets: write {both}~objective.{added[0]} to leave it out.")
-
-
 def check_averages(cfg: TrainSettings) -> None:
     """Raises ValueError for an average that is named twice, and for names of averages that the run does not track."""
-    tracked = kinds(cfg.ema.decay, cfg.ema.std)
-    if len({*tracked.values()}) < len(cfg.ema.std) + (len(cfg.ema.decay) if isinstance(cfg.ema.decay, list) else 1):
-        raise ValueError(f"ema.decay={as_text(cfg.ema.decay)} ema.std={as_text(cfg.ema.std)} name an average twice: "
-                         f"leave one out.")
+    tracked = names_of(cfg.ema.decay)
+    if isinstance(cfg.ema.decay, list) and len({*cfg.ema.decay}) < len(cfg.ema.decay):
+        raise ValueError(f"ema.decay={as_text(cfg.ema.decay)} names an average twice: leave one out.")
     for key, names in (("samples.weights", [cfg.samples.weights]), ("evaluate.weights", cfg.evaluate.weights)):
         if untracked := [name for name in names if name not in tracked]:
             raise ValueError(f"{key} names {untracked[0]}, but this run tracks {', '.join(tracked)}: choose one of "
-                             f"them, or set ema.decay and ema.std.")
+                             f"them, or set ema.decay.")
 
 
 def check_scales(cfg: TrainSettings) -> None:
@@ -293,26 +242,3 @@ def check_run_dir(cfg: TrainSettings) -> None:
     if conflicts:
         raise ValueError(f"run_dir={cfg.run_dir} {conflicts[0]}: give another folder, such as runs/first, or another "
                          f"name=.")
-
-
-def check_effect(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> None:
-    """Raises ValueError for typed settings that have no effect because of others; a preset may have some."""
-    model = cfg.model
-    for is_read, names, why in (
-        (model.routes, ["model.selection", "route_schedule"], "model.routes is empty, so all tokens are kept"),
-        (model.selection == "l1", ["model.l1_reg", "model.inverse"], "model.selection=l1 alone reads it"),
-        (model.routes or not cfg.keep_masked, ["keep_masked"], "model.routes is empty, so all tokens are kept"),
-        (cfg.init_from, ["diffusion_name", "new_label_table"], "it describes the weights of init_from=<weights>"),
-        (cfg.lora.rank, ["lora.alpha", "lora.targets"], "lora.rank=null makes no adapter"),
-        (cfg.evaluate.every or "evaluate.every" in cli_overrides, ["evaluate"],
-         f"nothing is scored in training; give evaluate.every={cfg.checkpoint.every} as well"),
-        (cfg.ema.std, ["ema.snapshot_every"], "only power-function averages have snapshots; give ema.std=[0.05,0.10]"),
-        (not cfg.ema.snapshot_every or cfg.ema.snapshot_every % cfg.checkpoint.every == 0, ["ema.snapshot_every"],
-         f"snapshots are kept from checkpoints, which are saved every checkpoint.every={cfg.checkpoint.every} steps; "
-         f"give a multiple of that"),
-        (cfg.checkpoint.keep_every % cfg.checkpoint.every == 0, ["checkpoint.keep_every"],
-         f"it keeps checkpoints, which are saved every checkpoint.every={cfg.checkpoint.every} steps; give a "
-         f"multiple of that"),
-    ):
-        if not is_read:
-            refuse(cli_overrides, *names, why=why)

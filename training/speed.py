@@ -4,12 +4,7 @@ Nothing here changes what is saved: parameters keep their names and their float3
 """
 
 import functools
-import importlib.util
 import logging
-import os
-import shutil
-import sysconfig
-from pathlib import Path
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
@@ -17,16 +12,13 @@ from accelerate.utils import GradientAccumulationPlugin
 from torch import nn
 
 from dit import DiT
-from objectives import DiffusionLoss, Objective, own_state, trained_parameters
 from runtime import ranks
 from runtime.device import check_device, require_plain_launch, set_float32
-from runtime.schema import as_text
 from training.cuda_graphs import CUDA_GRAPHS
 
 # The autocast of each precision.
-PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
+PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 COMPILE_MODES = (*CUDA_GRAPHS, "max-autotune-no-cudagraphs")
-TORCHAO = "0.18.0"  # imports with torch 2.11 and 2.15
 
 
 # If torch is built for CUDA, compiling for a CPU looks for CUDA and warns that there is none.
@@ -55,30 +47,6 @@ def compile_blocks(model: DiT, how: bool | str) -> None:
             block.forward = torch.compile(block.forward, dynamic=False, mode=mode)
 
 
-def check_compiler(how: bool | str, device: torch.device) -> None:
-    """Raises ValueError if torch.compile lacks what it needs to build code: a compiler and Python's headers."""
-    if not how:
-        return
-    if device.type == "cuda":  # Triton builds launchers in C, and looks for a compiler the same way
-        found, language, package = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"), "C", "gcc"
-    else:
-        from torch._inductor import cpp_builder, exc
-
-        language, package = "C++", "g++"
-        try:
-            found = cpp_builder.get_cpp_compiler()
-        except (exc.InvalidCxxCompiler, RuntimeError):
-            found = None
-    headers, lacking = sysconfig.get_path("include"), None
-    if found is None or shutil.which(found) is None:
-        lacking = (f"a {language} compiler, and none is found: install {package} (Debian, Ubuntu: apt install "
-                   f"build-essential)")
-    elif not Path(headers, "Python.h").is_file():
-        lacking = f"Python's headers, and {headers} has no Python.h: install python3-dev (of Debian and Ubuntu)"
-    if lacking:
-        raise ValueError(f"compile={as_text(how)} needs {lacking}, or set compile=false.")
-
-
 def replicate(accelerator: Accelerator, objective: nn.Module, sharded: bool = False) -> nn.Module:
     """Wraps the objective in autocast and, unless FSDP has sharded it already, in DDP."""
     wrapped = accelerator.prepare_model(objective, evaluation_mode=sharded)
@@ -87,61 +55,17 @@ def replicate(accelerator: Accelerator, objective: nn.Module, sharded: bool = Fa
     return wrapped
 
 
-def share_buffers(accelerator: Accelerator, objective: Objective | DiffusionLoss, wrapped: nn.Module) -> None:
-    """Copies the main rank's buffers of an objective to all before each call of `wrapped`, as those are saved."""
-    def share(*_: object) -> None:
-        trained = trained_parameters(objective)
-        for name, buffer in own_state(objective).items():
-            if name not in trained:
-                torch.distributed.broadcast(buffer, 0)
-
-    if accelerator.num_processes > 1 and own_state(objective).keys() - trained_parameters(objective).keys():
-        wrapped.register_forward_pre_hook(share)
-
-
-def check_float8(device: torch.device) -> None:
-    """Raises ValueError where precision=fp8 cannot work: without torchao, or without a GPU that multiplies float8."""
-    has = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    if has < (8, 9) or importlib.util.find_spec("torchao") is None:
-        raise ValueError(f"precision=fp8 needs a GPU of compute capability 8.9 or more (Ada, Hopper, Blackwell), and "
-                         f"torchao: choose such a GPU and pip install torchao=={TORCHAO}, or set precision=bf16.")
-
-
-def multiply_in_float8(model: DiT, emulate: bool = False) -> None:
-    """Makes the linear layers that tokens pass through in a block multiply in float8, both ways, and no others.
-
-    Parameters keep their names and float32 values. Weights, activations and gradients are cast in each pass, each
-    tensor with one scale that brings its largest value to float8's (torchao's dynamic scaling, arXiv 2209.05433).
-    `emulate` rounds the same way on any device, and multiplies in the input's type. Raises ValueError for layers
-    whose sides are not multiples of 16.
-    """
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    def large(layer: nn.Module, name: str) -> bool:
-        return isinstance(layer, nn.Linear) and "adaLN_modulation" not in name  # adaLN is small: one row per sample
-
-    for name, layer in model.blocks[0].named_modules():
-        if large(layer, name) and (layer.in_features % 16 or layer.out_features % 16):
-            raise ValueError(f"precision=fp8 needs sides that are multiples of 16, but {name} is {layer.in_features} × "
-                             f"{layer.out_features}: change model.hidden_size, or set precision=bf16.")
-    # Padding is for batches whose number of tokens is no multiple of 16; published sizes need none.
-    config = Float8LinearConfig(emulate=emulate, pad_inner_dim=True)
-    convert_to_float8_training(model.blocks, module_filter_fn=large, config=config)
-
-
 def make_accelerator(
     precision: str, grad_accum_steps: int, tf32: bool, cpu: bool = False, **options: object,
 ) -> Accelerator:
     """Makes training's Accelerator, with its ranks, device, autocast and gradient accumulation."""
     set_float32(tf32)
     require_plain_launch()
-    cpu = check_device(cpu, precision=precision)
-    with ranks.joining():
-        return Accelerator(
-            mixed_precision=PRECISIONS[precision],
-            cpu=cpu,
-            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=grad_accum_steps),
-            kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True),
-                             InitProcessGroupKwargs(timeout=ranks.TIMEOUT)],
-            **options,
-        )
+    return Accelerator(
+        mixed_precision=PRECISIONS[precision],
+        cpu=check_device(cpu),
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=grad_accum_steps),
+        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+                         InitProcessGroupKwargs(timeout=ranks.TIMEOUT)],
+        **options,
+    )

@@ -21,11 +21,8 @@ from rf import RF
 from runtime import files, ranks
 from runtime.schema import as_recorded, read_record
 from weights import checkpoint as checkpoints
-from weights import lora as adapters
-from weights.averages import power_name, reconstruct, width_of
 from weights.others import (
     FAMILIES,
-    exported_pipeline,
     files_of,
     find_in_folder,
     pipeline_of,
@@ -37,14 +34,11 @@ from weights.others import (
 from weights.records import (
     CheckpointRecord,
     DataRecord,
-    ParentRecord,
     build_diffusion,
     build_network,
 )
 
 # ---- finding weights ------------------------------------------------------------------------------------------------
-
-EXPORTED = ("weights.safetensors", "transformer/diffusion_pytorch_model.safetensors")  # by scripts/export.py
 
 
 @dataclass(frozen=True)
@@ -65,11 +59,7 @@ class Checkpoint:
             return None
         record = read_record(CheckpointRecord, self.folder / "meta.json",
                              "It does not describe a checkpoint; move the weights elsewhere.", self.meta)
-        own = self.folder / record.data.autoencoder  # an export for diffusers contains its autoencoder
-        data = record.data
-        if "exported" in self.meta and data.autoencoder == "vae" and own.is_dir():
-            data = data.model_copy(update={"autoencoder": str(own)})
-        return record.model_copy(update={"weights": record.weights or self.file.stem, "data": data})
+        return record.model_copy(update={"weights": self.file.stem})
 
     @cached_property
     def sha256(self) -> str:
@@ -90,8 +80,7 @@ def find_checkpoint(path: str | Path, weights: str | None = None) -> Checkpoint:
     """Finds the weights at a path: a run (its newest), a checkpoint, another trainer's folder, or a weights file.
 
     A checkpoint holds several networks, each in `<weights>.safetensors`: ema, the average (the default), other
-    averages, and model. A power-function average of another width is built from those that the run stored. Reads the
-    file to check its hash, and waits for no other rank. Raises ValueError if there are no such weights, or only damaged
+    averages, and model. Reads the file to check its hash, and waits for no other rank. Raises ValueError if there are no such weights, or only damaged
     ones.
     """
     path, name, meta = Path(path), weights or "ema", None
@@ -102,19 +91,12 @@ def find_checkpoint(path: str | Path, weights: str | None = None) -> Checkpoint:
         folder, meta = newest
     elif not (folder / "meta.json").is_file():
         if foreign := path if path.is_file() else find_in_folder(path, name):
-            pipeline = exported_pipeline(foreign)
-            return Checkpoint(foreign, *pipeline) if pipeline else Checkpoint(foreign)
+            return Checkpoint(foreign)
         raise ValueError(f"There is no run, checkpoint folder or weights file at {path}. Training keeps the newest "
                          f"checkpoint.keep_last and those of checkpoint.keep_every. Set checkpoint=runs/<name>, "
                          f"runs/<name>/checkpoints/step-…, or a .safetensors or .pt file.")
-    exported = (folder / file for file in EXPORTED)
-    file = path if path.is_file() else next(filter(Path.is_file, exported), folder / f"{name}.safetensors")
+    file = path if path.is_file() else folder / f"{name}.safetensors"
     found = Checkpoint(file, folder, meta or read_complete(folder, file.stem))
-    if not file.is_file() and found.run and (std := width_of(name)):
-        try:
-            return find_checkpoint(reconstruct(folder, found.meta, std), name)
-        except (ValueError, OSError) as error:
-            raise ValueError(f"{folder} has no {power_name(std)}: {error}.") from error
     if not file.is_file():
         raise ValueError(f"{folder} holds no weights={name}, but {', '.join(sorted(found.meta['files']))}.")
     return found
@@ -208,8 +190,7 @@ def load_trained(
 ) -> Trained:
     """Loads a network and what its checkpoint records about it; waits for no other rank.
 
-    If meta.json lies beside the weights, the network is built from that record. An adapter (LoRA) is merged into its
-    base. Without a meta.json, the architecture is inferred from the shapes, and `diffusion` names the family if the
+    If meta.json lies beside the weights, the network is built from that record. Without a meta.json, the architecture is inferred from the shapes, and `diffusion` names the family if the
     file does not show it. These weights are rewritten for an ordinary network of ours. Raises ValueError for a path
     without a complete checkpoint, and for weights that are not a DiT's or belong to no known family.
     """
@@ -236,8 +217,7 @@ def load_trained(
         data.convention and Convention.read(data.convention.model_dump()), data.class_names,
         data.display_names or data.class_names,
         data.classes or list(range(net.num_classes)), record.step, record.weights,
-        {"network": record.network, "diffusion": record.diffusion,
-         **({"published": record.published} if record.published else {})}, **found_out)
+        {"network": record.network, "diffusion": record.diffusion}, **found_out)
 
 
 def read_recorded(found: Checkpoint, weights: str | None) -> dict[str, Tensor]:
@@ -245,12 +225,7 @@ def read_recorded(found: Checkpoint, weights: str | None) -> dict[str, Tensor]:
     record = found.record
     if weights not in (None, record.weights):
         raise ValueError(f"{found.file} holds weights={record.weights}, not weights={weights}.")
-    state = read_weights(found.file).state
-    if record.lora is None:
-        return state
-    base = load_base(found).net.state_dict()
-    with as_recorded(found.file):
-        return adapters.merge(base, state, record.lora.alpha / record.lora.rank)
+    return read_weights(found.file).state
 
 
 def read_without_record(
@@ -264,7 +239,7 @@ def read_without_record(
     held, pipeline = read_weights(file, weights), pipeline_of(file)
     if adapter := next((key for key in held.state if ".lora_A." in key or ".lora_down." in key), None):
         raise ValueError(f"{file} holds a LoRA adapter, {adapter} first. Merge it into its base where it was trained, "
-                         f"by PEFT's merge_and_unload() or scripts/merge_lora.py, and name the merged weights.")
+                         f"by PEFT's merge_and_unload(), and name the merged weights.")
     known = {"num_classes": held.num_classes, **pipeline, **given}
     state = with_positions(held.state, known.get("input_size"), file)
     network = infer_architecture(state, known.get("num_heads"), known.get("num_classes"))
@@ -292,25 +267,7 @@ def fit(state: Mapping[str, Tensor], network: dict, file: Path) -> DiT:
     return net
 
 
-# ---- the base of an adapter -----------------------------------------------------------------------------------------
-
-
-def link_base(base: Checkpoint, run: Path) -> None:
-    """Links or copies the checkpoint of an adapter's base into the adapter's run, as the base's own run may delete it.
-
-    Raises ValueError for a link that leads out of the base's run, possibly to files that nobody wants copied.
-    """
-    held = files.inside(run, "base")
-    if base.run is None or base.folder.resolve() == held.resolve():
-        return
-    places = {base.file: base.file.name, base.folder / "meta.json": "meta.json"}
-    for file in sorted((base.run / "base").rglob("*")):  # if the base is an adapter, too
-        if file.is_symlink() or not file.is_dir():
-            places[file] = file.relative_to(base.run)
-    with files.atomic_write(held) as partial:
-        for file, name in places.items():
-            (partial / name).parent.mkdir(parents=True, exist_ok=True)
-            files.link(files.inside(base.run, *file.relative_to(base.run).parts), partial / name)
+# ---- weights by their hash -----------------------------------------------------------------------------------------
 
 
 def find_by_hash(paths: list[str | Path], sha256: str | None) -> Checkpoint | None:
@@ -321,17 +278,3 @@ def find_by_hash(paths: list[str | Path], sha256: str | None) -> Checkpoint | No
             if (found := find_checkpoint(path)).sha256 == sha256:
                 return found
     return None
-
-
-def load_base(adapter: Checkpoint, moved: str | None = None) -> Trained:
-    """Loads the weights that an adapter was trained on, found by SHA-256 in its run or at their present path."""
-    record, parent = adapter.record, adapter.record.parent or ParentRecord()
-    base = Path(record.lora.base)
-    places = [(adapter.run or adapter.folder) / "base" / base.name, base, *([moved] if moved else [])]
-    found = find_by_hash(places, parent.weights_sha256)
-    if found is None:
-        why = "has changed: its SHA-256 differs" if base.is_file() else "is missing"
-        raise ValueError(f"{adapter.folder} holds only an adapter (LoRA), and its base {base} {why}. Put that file "
-                         f"back; scripts/merge_lora.py makes weights that need no base.")
-    return load_trained(found, like=record.network | {
-        "diffusion": parent.diffusion_name or record.diffusion.get("name")})

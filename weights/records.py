@@ -1,4 +1,4 @@
-"""Builds networks and diffusions from plain records, as in meta.json and configs, and checks objectives' settings."""
+"""Builds networks and diffusions from plain records, as in meta.json and configs."""
 
 import inspect
 from dataclasses import asdict
@@ -10,9 +10,7 @@ from pydantic import ConfigDict, Field, create_model
 from blocks.fusion import FusingRouter
 from dit import DiT
 from edm import DDPM, EDM
-from objectives import class_of
-from objectives.internal import InternalHead
-from rf import RF, CleanRF
+from rf import RF
 from routing_module import Route, Router, RouteSchedule, resolve_routes
 from runtime.schema import (
     Classes,
@@ -26,9 +24,8 @@ from runtime.schema import (
     Size,
     read,
 )
-from weights import lora as adapters
 
-DIFFUSIONS = {"edm": EDM, "ddpm": DDPM, "rf": RF, "rf_clean": CleanRF}
+DIFFUSIONS = {"edm": EDM, "ddpm": DDPM, "rf": RF}
 ROUTER_DEFAULTS = asdict(Router())  # for a record without them
 
 
@@ -57,12 +54,11 @@ class ScheduleSettings(Settings):
     changes: list[Annotated[tuple[When, list[RouteSettings]], Field(strict=False)]] | None = None
 
 
-# A record omits the router's keywords if tokens are chosen at random, and fusion and head_block if they are not used.
+# A record omits the router's keywords if tokens are chosen at random, and fusion if it is not used.
 NETWORK = inspect.signature(DiT).parameters
 SIZES = dict.fromkeys(("input_size", "patch_size", "in_channels", "hidden_size", "num_heads"), Size) | {
     "depth": Annotated[int, Field(ge=1, le=1000)], "num_classes": Classes, "mlp_ratio": Positive}
 NetworkRecord = keywords(DiT, Router, routes=(list[RouteSettings], []), router=None, fusion=(bool, False),
-                         head_block=(int | None, None),
                          **{name: (size, NETWORK[name].default) for name, size in SIZES.items()})
 DIFFUSION_RECORDS = {name: keywords(kind, name=(str, ...)) for name, kind in DIFFUSIONS.items()}
 
@@ -93,11 +89,9 @@ class CheckpointRecord(Record):
     data: DataRecord
     step: NonNegativeInt | None
     parent: ParentRecord | None = None
-    lora: adapters.LoRARecord | None = None      # if the checkpoint holds only an adapter
     null_label: bool = True                      # whether label dropout has trained it
     config: dict = {}
     weights: str | None = None                   # in an export: ema or model, which are file names in a checkpoint
-    published: dict | None = None                # the scores that the run's experiment should reach
 
 
 def architecture(network: dict) -> dict:
@@ -113,11 +107,8 @@ def build_network(network: dict) -> DiT:
     """Builds a DiT from plain keywords, with `routes` as dicts; raises ValueError for keywords that do not fit."""
     known = read(NetworkRecord, network, "A network's record: ").model_dump()
     kind = partial(FusingRouter, known["hidden_size"]) if known.pop("fusion") else Router
-    router, head_block = kind(**{key: known.pop(key) for key in ROUTER_DEFAULTS}), known.pop("head_block")
-    net = DiT(**{**known, "routes": [Route(**route) for route in known["routes"]]}, router=router)
-    if head_block is not None:
-        net.internal_head = InternalHead(net, head_block)
-    return net
+    router = kind(**{key: known.pop(key) for key in ROUTER_DEFAULTS})
+    return DiT(**{**known, "routes": [Route(**route) for route in known["routes"]]}, router=router)
 
 
 def build_schedule(net: DiT, record: dict, seed: int) -> RouteSchedule:
@@ -129,14 +120,6 @@ def build_schedule(net: DiT, record: dict, seed: int) -> RouteSchedule:
     for routes in schedule.every:
         net.router.active_routes(resolve_routes(routes, len(net.blocks)), net.routes)
     return schedule
-
-
-def check_objective(objective: dict[str, dict]) -> None:
-    """Raises ValueError for a part without a file, an unknown keyword, one of another type, or a negative weight."""
-    for name, settings in objective.items():
-        known = read(keywords(class_of(name), inner=None), settings, f"objective.{name}: ").model_dump()
-        if negative := [key for key, value in known.items() if key.endswith("weight") and value < 0]:
-            raise ValueError(f"objective.{name}.{negative[0]}={known[negative[0]]}: set 0 or more.")
 
 
 def diffusion_keywords(diffusion: dict) -> dict:
