@@ -115,7 +115,7 @@ def check_settings(cfg: SampleSettings, cli_overrides: Mapping[str, str]) -> Sam
 
 @command("sample", SampleSettings, check=check_settings)
 def main(cfg: SampleSettings) -> None:
-    state, kind = join_ranks(cfg.cpu, cfg.tf32), suffix_of_output(cfg)
+    state, kind = join_ranks(cfg.cpu, cfg.tf32, cfg.precisions), suffix_of_output(cfg)
     seeds = parse_seeds("seeds", cfg.seeds)
     another = "name another, or replace it with overwrite=true"
     if cfg.out and kind and not cfg.overwrite:
@@ -151,7 +151,7 @@ def check_grid(cfg: GridSettings, cli_overrides: Mapping[str, str]) -> GridSetti
 @command("rf", GridSettings, check=check_grid)
 def compare_guided(cfg: GridSettings) -> None:
     """Samples a flow-matching network guided and unguided, and prints what each costs: `python rf.py`."""
-    state = join_ranks(cfg.cpu, cfg.tf32)
+    state = join_ranks(cfg.cpu, cfg.tf32, cfg.precisions)
     sampling = open_sampling(state, cfg, most_classes=GRID_CLASSES)
     trained = sampling.trained
     if not isinstance(trained.diffusion, RF) or sampling.guidance is None:

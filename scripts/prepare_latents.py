@@ -166,7 +166,7 @@ def main(cfg: PrepareSettings) -> None:
     """Writes `source` to `out` as a latent folder. Raises ValueError for bad settings before anything slow starts."""
     warnings.filterwarnings("ignore", module="PIL")  # they do not name the file; unreadable files are listed anyway
     # Ranks may finish one shard apart. For a VAE on a CPU, that takes longer than a barrier's usual timeout.
-    state = join_ranks(False, cfg.tf32, timeout=timedelta(days=7))
+    state = join_ranks(False, cfg.tf32, {"precision": cfg.precision}, timeout=timedelta(days=7))
     out, resolution, autoencoder, kind = Path(cfg.out), cfg.resolution, cfg.autoencoder, cfg.kind
     source = open_source(cfg.source, cfg.shapes.count, cfg.shapes.seed, cfg.labels, cfg.image_column,
                          cfg.label_column)

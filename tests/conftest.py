@@ -32,6 +32,11 @@ def pytest_configure(config):
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
 
 
+def last_of_each(settings) -> list[str]:
+    """Keeps the last value of each setting, as a command takes none twice."""
+    return [*{setting.partition("=")[0]: setting for setting in settings}.values()]
+
+
 def run_command(entry, program: str, *overrides: str, **settings) -> None:
     """Runs a command in this process as `python <program> key=value …` does; None is null, a list is a list."""
     def written(value) -> str:
@@ -43,8 +48,8 @@ def run_command(entry, program: str, *overrides: str, **settings) -> None:
         return str(value)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv",
-                      [program, *overrides, *(f"{key}={written(value)}" for key, value in settings.items())])
+        settings = [*overrides, *(f"{key}={written(value)}" for key, value in settings.items())]
+        patch.setattr(sys, "argv", [program, *last_of_each(settings)])
         entry()
 
 

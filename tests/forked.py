@@ -25,7 +25,7 @@ from pathlib import Path
 import pytest
 from conftest import PATIENCE, ROOT
 
-PRELOADED = ("train", "sample", "fid", "scripts.prepare_latents", "scripts.report", "forked")
+PRELOADED = ("train", "sample", "fid", "scripts.prepare_latents", "forked")
 
 
 def live(program: str, arguments: tuple[str, ...], env: dict, output: list[str], file_size: int | None) -> None:

@@ -310,7 +310,7 @@ def place(world, fresh_accelerator) -> Iterator[Path]:
 
 @pytest.mark.parametrize(("command", "typed"), [
     ("train", []), ("sample", []), ("rf", []), ("fid", ["images=four"]), ("prepare_latents", []),
-    ("import_latents", []), ("export", []),
+    ("import_latents", []),
 ])  # fmt: skip
 def test_without_a_mistake_the_command_works(place, command, typed):
     before = seen(place)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import forked
 import torch
-from conftest import PATIENCE, run_command
+from conftest import PATIENCE, last_of_each, run_command
 from safetensors.torch import load_file
 
 from train import main
@@ -21,9 +21,10 @@ TIMINGS = ("img_per_sec", "sec_per_step", "peak_memory_gib", "elapsed_s")
 
 
 def command(run: Path, data: Path, *overrides) -> list[str]:
-    return ["train.py", "experiment=quickstart", f"run_dir={run}", f"data.path={data}", "batch_size=8",
-            "model.hidden_size=32", "model.num_heads=2", "model.depth=6", "samples.every=0", "log.every=3",
-            "checkpoint.every=4", "steps=24", *overrides]
+    return ["train.py", *last_of_each([
+        "experiment=quickstart", f"run_dir={run}", f"data.path={data}", "batch_size=8", "model.hidden_size=32",
+        "model.num_heads=2", "model.depth=6", "samples.every=0", "log.every=3", "checkpoint.every=4", "steps=24",
+        *overrides])]
 
 
 def train(run, data, *overrides, **options) -> subprocess.CompletedProcess:

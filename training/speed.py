@@ -63,7 +63,7 @@ def make_accelerator(
     require_plain_launch()
     return Accelerator(
         mixed_precision=PRECISIONS[precision],
-        cpu=check_device(cpu),
+        cpu=check_device(cpu, precision=precision),
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=grad_accum_steps),
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True),
                          InitProcessGroupKwargs(timeout=ranks.TIMEOUT)],
