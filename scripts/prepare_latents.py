@@ -17,9 +17,11 @@ import torch
 from pydantic import Field
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from latents.decoding import UnreadableImage
+from latents.decoding import SHAPES, UnreadableImage
 from latents.folder import KINDS
-from latents.images import ImageSource, open_source
+from latents.images import ImageSource, ShapeSource, open_source
+from latents.labels import Columns
+from latents.listing import a_few
 from latents.writer import is_finished, write_folder
 from objectives.teachers import Teacher, load_teacher
 from runtime.command import command
@@ -31,7 +33,7 @@ from weights import autoencoders
 
 
 class ShapesSettings(Settings):
-    count: Annotated[int, Field(ge=1, le=10**8)]
+    count: Annotated[int, Field(ge=len(SHAPES), le=10**8)]  # fewer would leave classes empty
     seed: NonNegativeInt
 
 
@@ -47,8 +49,9 @@ class PrepareSettings(Settings):
     teacher: Location | None
     patch_size: Size
     images: bool
-    labels: Location
+    labels: Location | None
     image_column: Text
+    name_column: Text
     label_column: Text
     label_map: Location | None
     words: Location | None
@@ -122,7 +125,11 @@ def display_names(class_names: list[str], words: str | None) -> list[str] | None
     """Returns class names for people, from a file of `<class name> <display name>, <synonym>, ...` lines."""
     if words is None:
         return None
-    pairs = [line.split("\t" if "\t" in line else None, 1) for line in Path(words).read_text("utf-8").splitlines()]
+    try:
+        lines = Path(words).read_text("utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"words={words} is not UTF-8 ({error}): save it as that.") from None
+    pairs = [line.split("\t" if "\t" in line else None, 1) for line in lines]
     display = {pair[0]: pair[1].split(",")[0].strip() for pair in pairs if len(pair) == 2}
     if display.keys().isdisjoint(class_names):
         raise ValueError(f"words={words} names none of the source's classes, such as {class_names[0]}.")
@@ -151,7 +158,9 @@ def check_settings(cfg: PrepareSettings, cli_overrides: Mapping[str, str]) -> Pr
     is_shapes = cfg.source == "shapes"
     autoencoder = cfg.autoencoder or ("identity" if is_shapes else "sd_vae_ema")
     kind = cfg.kind or ("sample" if autoencoders.samples_only(autoencoder) else "moments")
-    if not is_shapes:
+    if is_shapes:
+        refuse(cli_overrides, "labels", "image_column", "name_column", "label_column", why="source=shapes has classes")
+    else:
         refuse(cli_overrides, "shapes", why="only source=shapes reads it")
     if cfg.teacher is None:
         refuse(cli_overrides, "patch_size", why="only teacher=<name> reads it, as the patch size of your network")
@@ -168,18 +177,18 @@ def main(cfg: PrepareSettings) -> None:
     # Ranks may finish one shard apart. For a VAE on a CPU, that takes longer than a barrier's usual timeout.
     state = join_ranks(False, cfg.tf32, {"precision": cfg.precision}, timeout=timedelta(days=7))
     out, resolution, autoencoder, kind = Path(cfg.out), cfg.resolution, cfg.autoencoder, cfg.kind
-    source = open_source(cfg.source, cfg.shapes.count, cfg.shapes.seed, cfg.labels, cfg.image_column,
-                         cfg.label_column)
+    source = (ShapeSource(cfg.shapes.count, cfg.shapes.seed) if cfg.source == "shapes" else
+              open_source(cfg.source, cfg.labels, Columns(cfg.image_column, cfg.name_column, cfg.label_column)))
     if cfg.label_map is not None:
         apply_label_map(source, cfg.label_map)
     shown = display_names(source.class_names, cfg.words)
-    classes = len(source.class_names)
-    state.print(f"{cfg.source}: {len(source):,} images in {classes} {'class' if classes == 1 else 'classes'}, "
+    classes, empty = len(source.class_names), len(source.class_names) - len(np.unique(source.labels))
+    state.print(f"{cfg.source}: {len(source):,} images in {classes} {'class' if classes == 1 else 'classes'} "
+                f"({a_few(source.class_names)}){f', {empty} of them without images' if empty else ''}, "
                 f"{len(source.left_out)} other {'file' if len(source.left_out) == 1 else 'files'}")
 
     settings = dict(resolution=resolution, autoencoder=autoencoder, kind=kind, mirror=cfg.mirror, seed=cfg.seed,
                     precision=cfg.precision, shard_size=cfg.shard_size, tf32=cfg.tf32, fingerprint=source.fingerprint(),
-                    labels=cfg.labels, image_column=cfg.image_column, label_column=cfg.label_column,
                     teacher=cfg.teacher, patch_size=cfg.patch_size if cfg.teacher else None, images=cfg.images or None)
     if is_finished(out, settings, state.is_main_process):
         return
@@ -221,7 +230,7 @@ def main(cfg: PrepareSettings) -> None:
         "num_classes": len(source.class_names), "class_names": source.class_names, "autoencoder": autoencoder,
         **vae.convention.record(), "resolution": resolution, "source": cfg.source, "precision": cfg.precision,
         **describe_device(state.device),
-    } | ({} if cfg.labels == "folders" else {"labels": cfg.labels})
+    } | ({} if cfg.labels is None else {"labels": cfg.labels})
     metadata |= ({} if shown is None else {"display_names": shown}) | ({"arrays": arrays} if arrays else {})
     write_folder(out, settings, metadata, (vae.channels * (2 if kind == "moments" else 1), side, side), len(source),
                  shard_size=cfg.shard_size, batch_size=cfg.batch_size, threads=cfg.num_workers, state=state,

@@ -24,7 +24,7 @@ PAGES = [*(ROOT / page for page in ("README.md", "CONTRIBUTING.md", "examples/em
 PLAIN_ARGUMENTS = ("scripts/studies/export_features.py", "scripts/studies/held_out.py",
                    "scripts/studies/recipe_costs.py", "scripts/studies/large_networks.py",
                    "scripts/studies/imagenette.py", "scripts/studies/score_orders.py",
-                   "scripts/prepare_emoji.py", "scripts/plan.py", "examples/route_diffusers.py",
+                   "examples/emoji/prepare_emoji.py", "scripts/plan.py", "examples/route_diffusers.py",
                    "examples/custom_block.py", "examples/write_latents.py", "examples/own_decoder.py")
 CODE = [*sorted(ROOT.glob("*.py")), *sorted((ROOT / "scripts").glob("[!_]*.py")),
         *sorted((ROOT / "scripts/studies").glob("[!_]*.py")), *sorted((ROOT / "configs").rglob("*.yaml"))]

@@ -1,7 +1,7 @@
 """Converts two npm packages of emoji to a zip of class folders for scripts/prepare_latents.py.
 
     npm pack emoji-datasource-google@16.0.0 emoji-datasource-twitter@16.0.0
-    python scripts/prepare_emoji.py emoji-datasource-*-16.0.0.tgz --out data/emoji.zip
+    python examples/emoji/prepare_emoji.py emoji-datasource-*-16.0.0.tgz --out data/emoji.zip
     python scripts/prepare_latents.py source=data/emoji.zip resolution=32 autoencoder=identity out=data/emoji
 
 The images are Noto Emoji (Google, Apache-2.0) and Twemoji (Twitter, CC-BY 4.0), 64×64, on white. Credit them wherever
@@ -22,7 +22,7 @@ from pathlib import Path
 
 from PIL import Image
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from runtime.command import program
 from runtime.files import atomic_write
 from runtime.schema import as_path, first_line

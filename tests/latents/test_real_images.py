@@ -16,7 +16,7 @@ from weights import autoencoders
 
 def test_cifar10_goes_through_the_identity_unchanged(real_data, tmp_path):
     path = real_data / "cifar10-test.zip"
-    prepare(str(path), tmp_path, resolution=32, autoencoder="identity", num_workers=2)
+    prepare(path / "test", tmp_path, resolution=32, autoencoder="identity", num_workers=2)
     metadata = json.loads((tmp_path / "metadata.json").read_text())
     assert metadata["count"] == 10_000 and metadata["unreadable"] == [] and metadata["shape"] == [3, 32, 32]
     assert metadata["class_names"] == ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship",

@@ -1,4 +1,4 @@
-"""scripts/prepare_emoji.py: packages of emoji become class folders in a zip, some of the emoji kept apart."""
+"""examples/emoji/prepare_emoji.py: packages of emoji become class folders in a zip, some of the emoji kept apart."""
 
 import json
 import zipfile
@@ -30,7 +30,7 @@ def packages(tmp_path):
 
 
 def prepare(*arguments):
-    return forked.run("scripts/prepare_emoji.py", *arguments)
+    return forked.run("examples/emoji/prepare_emoji.py", *arguments)
 
 
 def names(path):

@@ -7,7 +7,6 @@ import io
 import json
 import os
 import runpy
-import zipfile
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -183,90 +182,41 @@ def test_unreadable_files_are_counted_listed_and_left_out(pets, tmp_path, capsys
     assert "cat/notes.txt: does not look like an image" in printed
 
 
-def test_names_that_are_not_text_are_written_so_that_training_reads_them(pets, tmp_path):
-    (pets / "cat").rename(os.fsdecode(os.fsencode(pets) + b"/caf\xe9"))
-    Path(os.fsdecode(os.fsencode(pets) + b"/dog/\xff.png")).write_bytes(b"no image")
-    (pets / "emu").rename(pets / "große Katze")
-    prepare(pets, tmp_path / "out")
-    assert open_latents(tmp_path / "out").class_names == ["cafΘ", "dog", "große Katze"]
-    assert read_folder(tmp_path / "out")[0]["unreadable"] == ["dog/\xa0.png"]
-
-
 def test_the_example_of_a_writer_writes_a_folder_that_training_reads(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(ROOT / "examples" / "write_latents.py"))
     latents = open_latents(tmp_path / "my-latents")
     assert latents.count == 100 and latents.shape == (4, 32, 32) and latents.num_classes == 10
-    assert latents.rows_of(["weight"], np.arange(3))["weight"].shape == (3, 1, 32, 32)
 
 
 # ---- classes --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("written", [int, str])
-def test_a_label_map_is_honoured(pets, tmp_path, written):
+def test_a_label_map_and_words_for_people_are_honoured(pets, tmp_path, written):
     names = ["emu", "yak", "dog", *map(str, range(3, 10)), "cat"]
     (tmp_path / "map.json").write_text(json.dumps({name: written(names.index(name)) for name in sorted(names)}))
-    prepare(pets, tmp_path / "out", label_map=str(tmp_path / "map.json"))
+    (tmp_path / "words.txt").write_text("\ufeffcat Felis catus, cats\nemu\tgroßer Emu, bird\n\n", encoding="utf-8")
+    prepare(pets, tmp_path / "out", label_map=str(tmp_path / "map.json"), words=str(tmp_path / "words.txt"))
     metadata, arrays = read_folder(tmp_path / "out")
     assert metadata["class_names"] == names and metadata["num_classes"] == 11
     assert arrays["labels"].tolist() == [10] * 4 + [2] * 3 + [0] * 3
+    assert open_latents(tmp_path / "out").display_names == ["großer Emu", *names[1:-1], "Felis catus"]
+    for content, words in ("cat große Katze\n", "is not UTF-8"), ("yak Bos\n", "names none of the source's classes"):
+        (tmp_path / "words.txt").write_bytes(content.encode("latin-1"))
+        refused(lambda: prepare(pets, tmp_path / "new", words=str(tmp_path / "words.txt")), "words.txt", words)
 
 
-IDS = ["n01440764", "n02012849", "n03126707"]
-WORDNET = "n00001740\tentity\nn01440764\ttench, Tinca tinca\nn02012849\tcrane\n"
-KAGGLE = "n01440764 tench, Tinca tinca\nn02012849 crane\n\nn03126707 \n"
-
-
-def test_labels_of_a_file_are_prepared_and_what_has_none_is_counted_and_named(pets, tmp_path, capsys):
-    (tmp_path / "labels.csv").write_text(
-        "file,label\n" + "".join(f"{k},{'odd' if k % 2 else 'even'}\n" for k in range(1, 11)))
+def test_labels_of_a_file_are_prepared_and_classes_without_images_are_counted(pets, tmp_path, capsys):
+    names = [*(f"cat/{k}" for k in range(4)), *(f"dog/{k}" for k in range(4, 7)), *(f"emu/{k}" for k in range(7, 10))]
+    rows = [f"{name}.png,{'odd' if k % 2 else 'even'}\n" for k, name in enumerate(names)]
+    (tmp_path / "labels.csv").write_text("".join(["file_name,label\n", *rows, "other/0.png,prime\n"]))
     prepare(pets, tmp_path / "out", labels=str(tmp_path / "labels.csv"))
     metadata, arrays = read_folder(tmp_path / "out")
-    assert metadata["class_names"] == ["even", "odd"] and arrays["labels"].tolist() == [1, 0, 1, 0, 1, 0, 1, 0, 1]
-    assert metadata["unreadable"] == ["cat/0.png"] and metadata["labels"] == str(tmp_path / "labels.csv")
-    printed = capsys.readouterr().out
-    assert "1 of 10 images have no label and are left out: cat/0.png" in printed
-    assert "1 labels have no image: 10" in printed
-    refused(lambda: prepare(pets, tmp_path / "out", labels="none"), "labels.csv and is now none")
-
-
-@pytest.mark.parametrize(("name", "text"), [("ids/words.txt", WORDNET), ("LOC_synset_mapping.txt", KAGGLE)])
-def test_wordnet_ids_are_shown_by_their_first_synonym_and_remain_the_class_names(pets, tmp_path, name, text):
-    pets.rename(tmp_path / "ids")
-    for pet, wordnet_id in zip(("cat", "dog", "emu"), IDS, strict=True):
-        (tmp_path / "ids" / pet).rename(tmp_path / "ids" / wordnet_id)
-    prepare(tmp_path / "ids", tmp_path / "plain")
-    (tmp_path / name).write_text(text)
-    prepare(tmp_path / "ids", tmp_path / "shown")
-    plain, shown = (open_latents(tmp_path / folder) for folder in ("plain", "shown"))
-    assert plain.fingerprint == shown.fingerprint
-    assert plain.display_names == plain.class_names == shown.class_names == IDS
-    assert shown.display_names == ["tench", "crane", "n03126707"]  # the file lacks the last one
-
-
-def test_names_for_people_are_found_where_kaggles_zip_has_them_and_in_the_zip(tmp_path):
-    train = "ILSVRC/Data/CLS-LOC/train"
-    for wordnet_id in IDS:
-        (tmp_path / "k" / train / wordnet_id).mkdir(parents=True)
-        (tmp_path / "k" / train / wordnet_id / "0.JPEG").write_bytes(png(noise(32, 0)))
-    (tmp_path / "k/LOC_synset_mapping.txt").write_text("\ufeff" + KAGGLE, encoding="utf-8")
-    with zipfile.ZipFile(tmp_path / "kaggle.zip", "w") as archive:
-        for file in (tmp_path / "k").rglob("*.*"):
-            archive.write(file, file.relative_to(tmp_path / "k"))
-    (tmp_path / "link").symlink_to(tmp_path / "k" / train)
-    for number, source in enumerate((f"k/{train}", "link", "kaggle.zip", f"kaggle.zip/{train}")):
-        prepare(tmp_path / source, tmp_path / str(number))
-        assert open_latents(tmp_path / str(number)).display_names == ["tench", "crane", "n03126707"], source
-
-
-def test_a_file_of_words_may_have_any_classes_only_if_it_is_named(tmp_path):
-    (tmp_path / "words.txt").write_text("\ufeffcat Felis catus\nemu\tgroßer Emu, bird\n", encoding="utf-8")
-    names = ["cat", "dog", "emu"]
-    assert script.display_names(names, str(tmp_path / "words.txt"), "pets") == ["Felis catus", "dog", "großer Emu"]
-    assert script.display_names(names, None, str(tmp_path)) is None
-    (tmp_path / "words.txt").write_bytes("n01440764\tgroßer Fisch\n".encode("latin-1"))
-    refused(lambda: script.display_names(["n01440764"], None, str(tmp_path)), f"{tmp_path}/words.txt is not text")
+    assert metadata["class_names"] == ["even", "odd", "prime"] and arrays["labels"].tolist() == [0, 1] * 5
+    assert metadata["unreadable"] == [] and metadata["labels"] == str(tmp_path / "labels.csv")
+    assert "10 images in 3 classes (even, odd, prime), 1 of them without images, 0 other" in capsys.readouterr().out
+    refused(lambda: prepare(pets, tmp_path / "out", labels="none"), "the content of the source has changed")
 
 
 # ---- what is noticed first ------------------------------------------------------------------------------------------
@@ -299,8 +249,10 @@ def test_a_finished_folder_is_left_alone_and_other_settings_are_refused(pets, tm
     prepare(pets, tmp_path / "out", shard_size=4)
     assert "already complete" in capsys.readouterr().out
     refused(lambda: prepare(pets, tmp_path / "out", resolution=16, shard_size=4), "resolution was 32 and is now 16")
-    (pets / "emu" / "new.png").write_bytes(png(noise(32, 99)))
-    refused(lambda: prepare(pets, tmp_path / "out", shard_size=4), "the content of the source has changed")
+    new = pets / "emu/new.png"
+    for change in (lambda: new.write_bytes(png(noise(32, 99))), lambda: new.rename(pets / "emu/9.png")):
+        change()  # another image, and then one that is replaced under the same name
+        refused(lambda: prepare(pets, tmp_path / "out", shard_size=4), "the content of the source has changed")
     assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
 
 

@@ -1,0 +1,226 @@
+"""Which class each image has: by its folder, its name, a file beside it, or a file of labels. Nothing is guessed.
+
+docs/data.md has the lines of pandas that bring other label files into the forms that are read here.
+"""
+
+import csv
+import io
+import os
+import posixpath
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from latents.folder import MAX_CLASSES, check_labels
+from latents.listing import Listing, a_few, is_hidden
+from runtime.files import parse_json
+
+WAYS = ("folders", "parents", "names", "cls", "json", "none")
+NUMBER = re.compile(r"[-+]?\d*\.?\d+(e[-+]?\d+)?", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns of parquet files and label files."""
+
+    image: str = "image"
+    name: str = "file_name"
+    label: str = "label"
+
+    def require_read(self, *read: str, why: str) -> None:
+        """Raises ValueError if a column was set that is not among those that are `read`."""
+        unread = [f"{column}_column={value}" for column, value in vars(self).items()
+                  if column not in read and value != getattr(Columns, column)]
+        if unread:
+            raise ValueError(f"{' '.join(unread)} would change nothing: {why}.")
+
+
+USUAL = Columns()
+
+def label_images(way: str, listing: Listing, names: list[str], columns: Columns) -> tuple[np.ndarray, list[str]]:
+    """Returns the labels (int64) of the images `names`, and the class names, by one of WAYS or by a label file.
+
+    Raises ValueError if an image has no class.
+    """
+    if way == "none" or way not in WAYS and (rows := read_label_file(way, listing, columns)) is None:
+        return np.zeros(len(names), np.int64), ["all"]
+    inner = [listing.name_in_tar(name) for name in names]
+    if way in ("folders", "parents"):
+        part = 0 if way == "folders" else -2
+        classes = [parts[part] if len(parts := name.split("/")) > 1 else None for name in inner]
+    elif way == "names":
+        classes = [posixpath.basename(name).partition("_")[0] if "_" in name else None for name in inner]
+    elif way in WAYS:
+        classes = read_beside(way, listing, names, columns.label)
+    else:
+        classes = match_names(rows, way, listing, inner)
+    if unlabelled := [name for name, label in zip(names, classes, strict=True) if label in (None, "")]:
+        raise ValueError(f"labels={way} has no class for {len(unlabelled)} of the {len(names)} images, such as "
+                         f"{unlabelled[0]}: add it, move them away, or set labels=none for a set without classes.")
+    if way in ("folders", "parents", "names"):
+        return number_names(classes, classes)
+    return number_classes(classes, [*rows.values()] if way not in WAYS else classes, f"labels={way}")
+
+
+def number_names(classes: Sequence[str], listed: Sequence[str]) -> tuple[np.ndarray, list[str]]:
+    """Numbers names in sorted order, as torchvision does, together with those `listed` for images elsewhere."""
+    class_names = sorted({*listed})
+    index_of = {name: index for index, name in enumerate(class_names)}
+    return np.array([index_of[name] for name in classes], dtype=np.int64), class_names
+
+
+def number_classes(classes: Sequence[object], listed: Sequence[object], where: str) -> tuple[np.ndarray, list[str]]:
+    """Returns labels and class names. Whole numbers are the labels themselves; names are numbered in sorted order.
+
+    Raises ValueError for other numbers, and for what is neither a number nor text.
+    """
+    if odd := [value for value in listed if value is not None and type(value) not in (int, str)]:
+        raise ValueError(f"{where} has the label {odd[0]!r}, which is neither a whole number nor text: correct it.")
+    values = {*listed} - {None, ""}
+    if not all(NUMBER.fullmatch(str(value)) for value in values):
+        return number_names([str(label) for label in classes], [str(value) for value in values])
+    if odd := sorted(str(value) for value in values if not re.fullmatch(r"0|[1-9]\d{0,8}", str(value))):
+        raise ValueError(f"{where} has the label {odd[0]}: number classes 0, 1, 2 …, or write names.")
+    labels, largest = np.array([int(label) for label in classes], dtype=np.int64), max(map(int, values))
+    check_labels(np.array([largest]), MAX_CLASSES, where, "number classes from 0")
+    return labels, [str(index) for index in range(largest + 1)]
+
+
+# ---- files beside the images ----------------------------------------------------------------------------------------
+
+
+def read_beside(suffix: str, listing: Listing, names: list[str], column: str) -> list[object]:
+    """Reads each image's .cls, or the value at `column` in its .json, as in webdataset's samples; None if absent."""
+    place = {name: i for i, name in enumerate(listing.names) if name.endswith(f".{suffix}")}
+
+    def read(name: str) -> object:
+        if (i := place.get(f"{posixpath.splitext(name)[0]}.{suffix}")) is None:
+            return None
+        try:
+            content = listing.read(i).decode().strip()
+            return content if suffix == "cls" else parse_json(content)[column]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{listing.names[i]} has no {column} ({error}): correct it, or set another "
+                             f"labels=.") from error
+
+    return [read(name) for name in names]
+
+
+# ---- label files ----------------------------------------------------------------------------------------------------
+
+
+def name_within(listing: Listing, file: str) -> str | None:
+    """Returns the name of a label file in the source, such as dataset.json of set.zip/dataset.json; None outside."""
+    name = os.path.relpath(file, listing.path)
+    return None if name.startswith("..") else Path(name).as_posix()
+
+
+def read_label_file(file: str, listing: Listing, columns: Columns) -> dict[str, object] | None:
+    """Reads the class of each name in a dataset.json of EDM's tools, or in two columns of a .csv or .jsonl.
+
+    Returns None for `"labels": null`. Raises ValueError for other files, absent columns and contradictions.
+    """
+    name, kind = name_within(listing, file), Path(file).suffix.lower()
+    if Path(file).is_file():
+        content = Path(file).read_bytes()
+    elif name in listing.names:
+        content = listing.read(listing.names.index(name))
+    else:
+        raise ValueError(f"labels={file} is not a file, nor one of {', '.join(WAYS)}.")
+    remedy = "write a .csv or .jsonl with two columns, as docs/data.md shows"
+    try:
+        text = content.decode("utf-8-sig") if kind in (".json", ".csv", ".jsonl") else ""
+        if kind == ".json":
+            rows = parse_json(text)["labels"]
+            pairs = None if rows is None else [(name, label) for name, label in rows]
+        elif kind == ".csv":
+            pairs = read_columns([*csv.reader(io.StringIO(text, newline=""), strict=True)], columns)
+        elif kind == ".jsonl":  # not splitlines, which would also split at U+2028 within a text
+            records = [parse_json(line) for line in text.split("\n") if line.strip()]
+            heads = [*dict.fromkeys(head for record in records for head in record)]
+            pairs = read_columns([heads, *([record.get(head) for head in heads] for record in records)], columns)
+        else:
+            raise ValueError("its suffix is not .json, .csv or .jsonl")
+    except (ValueError, csv.Error) as error:
+        raise ValueError(f"labels={file} cannot be read, as {error}: {remedy}.") from error
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f'labels={file} is not {{"labels": [[name, class], …]}}, as EDM\'s tools write it: '
+                         f"{remedy}.") from error
+    rows = None if pairs is None else dict(pairs)
+    if rows is not None and len(rows) < len({*map(repr, pairs)}):
+        name = next(name for name, label in pairs if rows[name] != label)
+        raise ValueError(f"labels={file} gives {name} two classes: keep one.")
+    return rows
+
+
+def read_columns(rows: list[list], columns: Columns) -> list[tuple[str, object]]:
+    """Returns the two columns of a table whose first row names them; raises ValueError if they are not there."""
+    heads = rows[0] if rows else []
+    if heads.count(columns.name) != 1 or heads.count(columns.label) != 1:
+        raise ValueError(f"it has the columns {a_few([str(head) or '(no name)' for head in heads], 12) or 'none'}, not "
+                         f"name_column={columns.name} and label_column={columns.label}")
+    if odd := next((number for number, row in enumerate(rows, 1) if row and len(row) != len(heads)), None):
+        raise ValueError(f"row {odd} has {len(rows[odd - 1])} columns and the first row {len(heads)}")
+    name, label = heads.index(columns.name), heads.index(columns.label)
+    return [(row[name], row[label]) for row in rows[1:] if row]
+
+
+def match_names(rows: dict[str, object], file: str, listing: Listing, names: list[str]) -> list[object]:
+    """Returns the class of each image. Names in the file are paths from the source or from the file's own folder.
+
+    Raises ValueError if no name is an image, or if both readings fit.
+    """
+    if len({*names}) < len(names):
+        raise ValueError(f"labels={file}: several tars hold a file of the same name, so a list cannot tell them apart: "
+                         f"prepare each tar separately.")
+    root, folder = os.path.abspath(listing.path), os.path.dirname(os.path.abspath(file))
+    readings = [rows]
+    if folder != root:
+        readings.append({os.path.relpath(os.path.join(folder, name), root): label for name, label in rows.items()})
+    fits = [reading for reading in readings if not reading.keys().isdisjoint(names)]
+    if len(fits) != 1:
+        raise ValueError(f"labels={file} names {'no' if not fits else 'two sets of'} images: its names, such as "
+                         f"{next(iter(rows), 'none')}, are paths with suffix from the source or from its own folder, "
+                         f"and the source has {names[0]}.")
+    return [fits[0].get(name) for name in names]
+
+
+# ---- the only way ---------------------------------------------------------------------------------------------------
+
+
+def only_way(source: str | Path, listing: Listing, names: list[str], columns: Columns) -> str:
+    """Returns the only way to label the images: class folders one level down, or a .cls beside each.
+
+    Raises ValueError if there are others, such as deeper folders or a label file, and lists what each of them gives.
+    """
+    inner = [listing.name_in_tar(name) for name in names]
+    depths, tops = {name.count("/") for name in inner}, {name.split("/")[0] for name in inner}
+    stem = posixpath.splitext(names[0])[0]
+    present = {*listing.names}
+    beside = [suffix for suffix in ("cls", "json") if f"{stem}.{suffix}" in present]
+    files = [f"{listing.path}/{name}" for name in listing.names if not is_hidden(name) and (
+        name.endswith((".csv", ".jsonl", ".parquet")) or posixpath.basename(name) == "dataset.json")]
+    if depths == {1} and len(tops) > 1 and not files and not beside:
+        return "folders"
+    if depths == {0} and beside == ["cls"] and not files:
+        return "cls"
+    folders = [] if 0 in depths else ["folders"] if depths == {1} else ["folders", "parents"]
+    ways = [*folders, *beside, *["names"] * all("_" in posixpath.basename(name) for name in names), *files[:3], "none"]
+    raise ValueError(f"source={source} may be labelled in several ways, so set one: "
+                     f"{'; '.join(describe(way, listing, names, columns) for way in ways)}.")
+
+
+def describe(way: str, listing: Listing, names: list[str], columns: Columns) -> str:
+    """Describes what a way to label the images gives."""
+    try:
+        if way in ("cls", "json"):
+            return f"labels={way}: the .{way} of each image"
+        class_names = label_images(way, listing, names, columns)[1]
+    except ValueError as error:
+        return str(error).rstrip(".")
+    count = f"{len(class_names)} {'class' if len(class_names) == 1 else 'classes'} ({a_few(class_names)})"
+    parents = {posixpath.dirname(name) for name in names}
+    return f"labels={way}: {count}{f' of {len(parents)} folders' if way == 'parents' else ''}"
