@@ -69,7 +69,8 @@ def default_grid(cfg: GridSettings, config_name: str, trained: Trained, ending: 
         return files.inside(checkpoint.run, "samples", f"{checkpoint.folder.name}-{trained.weights}{ending}")
     if path.is_dir():
         return path / f"{trained.weights}{ending}"
-    return path.with_name(f"{path.stem}{f'-{cfg.weights}' if cfg.weights else ''}{ending}")
+    place = path.parent if path.is_file() else Path()  # here, for a name of the Hugging Face Hub
+    return place / f"{path.stem}{f'-{cfg.weights}' if cfg.weights else ''}{ending}"
 
 
 def sample_all(

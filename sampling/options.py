@@ -21,14 +21,14 @@ from runtime.schema import (
     Settings,
     Size,
     Steps,
+    Text,
     one_of,
     read,
     refuse,
 )
 from sampling.checks import LIMITS, check_interval
-from weights.averages import AnyWeights
+from weights.foreign import FAMILIES
 from weights.loading import Checkpoint, Trained, load_trained, other_data
-from weights.others import FAMILIES
 from weights.records import keywords
 
 MOST_SEED = 2**63 - 1  # seeds are sent between ranks, and stored, as int64
@@ -83,7 +83,7 @@ class WeightsSettings(Settings):
     """Which weights to load, and what their file may not record."""
 
     checkpoint: Location | None
-    weights: AnyWeights | None
+    weights: Text | None
     diffusion_name: one_of(FAMILIES) | None
     num_heads: Size | None
     num_classes: Size | None

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from dit import DiT, DiT_models
 from edm import DDPM, EDM
 from objectives import DiffusionLoss
-from objectives.version1 import Version1
 from routing_module import Route, Router
 
 TINY = dict(input_size=8, patch_size=2, in_channels=4, hidden_size=64, depth=3, num_heads=4, num_classes=10)
@@ -147,6 +146,8 @@ def test_a_forward_of_version_1_equals_the_code_of_january(case):
 @pytest.mark.parametrize("case", TREAD_V1["loss"], ids=names(TREAD_V1["loss"]))
 @torch.no_grad()
 def test_the_loss_of_version_1_equals_the_code_of_january(case):
+    from objectives.version1 import Version1
+
     net = fill(DiT(**TINY | {"depth": 4}, routes=[Route(*route) for route in case["routes"]]))
     x, eps, y = wave(case["shape"], amplitude=0.7), wave(case["shape"], 1, 1.4), torch.tensor(case["y"])
     objective = Version1(DiffusionLoss(net, EDM()), mae_weight=case["mae_weight"])

@@ -291,7 +291,7 @@ def save(run: Run) -> None:
             **run.record, "torch": torch.__version__}
     tensors = {**{name: net.state_dict() for name, net in run.averages.items()},
                "model": run.model.state_dict(), "training": training}
-    with sharding.gathering(checkpoints.stored(tensors)) as values:
+    with sharding.gathering(checkpoints.tensors_in_order(tensors)) as values:
         if accelerator.is_main_process:
             checkpoints.save(checkpoints.step_folder(run.folder, run.step), tensors, meta, values)
             checkpoints.prune(run.folder, run.step, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every)

@@ -31,7 +31,7 @@ from scoring import results
 from scoring.features import Features
 from training import speed
 from weights.averages import WeightsName, names_of
-from weights.others import FAMILIES
+from weights.foreign import FAMILIES
 from weights.records import RouteSettings, ScheduleSettings, keywords
 
 Decay = Annotated[float, Field(ge=0, lt=1)]

@@ -6,21 +6,14 @@ from typing import Annotated
 from pydantic import AfterValidator
 
 
-def known_weights(name: str) -> str:
+def weights_name(name: str) -> str:
     """Spells a name as checkpoints do (model, ema, ema-0.999); raises ValueError for other names."""
     if not re.fullmatch(r"model|ema|ema-[01]?\.\d+", name):
         raise ValueError(f"weights={name} is neither model, ema nor ema-<decay> (such as ema-0.999).")
     return f"ema-{float(name.removeprefix('ema-'))}" if "-" in name else name
 
 
-def weights_or_key(name: str) -> str:
-    """Spells a name as `known_weights` does; another name with _, . or a digit is a key in other people's files."""
-    is_key = re.search(r"[_.\d]", name) and not name.startswith("ema-")
-    return name if is_key else known_weights(name)
-
-
-WeightsName = Annotated[str, AfterValidator(known_weights)]
-AnyWeights = Annotated[str, AfterValidator(weights_or_key)]  # in runs, or in other people's files
+WeightsName = Annotated[str, AfterValidator(weights_name)]
 
 
 def names_of(decay: float | list[float]) -> dict[str, float]:

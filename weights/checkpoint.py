@@ -47,7 +47,7 @@ def run_of(folder: Path) -> Path | None:
     return folder.parent.parent if folder.parent.name in ("checkpoints", "averages") else None
 
 
-def own_file(folder: Path, name: str) -> Path:
+def file_of(folder: Path, name: str) -> Path:
     """Returns a file of a checkpoint; raises ValueError for a name that leads out of it, or a link out of its run."""
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise ValueError(f"meta.json names {name[:100]!r}, which is not a file of the folder")
@@ -67,7 +67,7 @@ class HashedFile:
     def __init__(self, path: Path, named: Mapping[str, Tensor]):
         self.file, self.digest, self.size = open(path, "wb"), hashlib.sha256(), 0  # noqa: SIM115 (closed by `close`)
         header, end = {}, 0
-        for name in in_order(named):
+        for name in sorted_names(named):
             start, end = end, end + named[name].numel() * named[name].element_size()
             header[name] = {"dtype": SAFETENSORS_NAMES[named[name].dtype], "shape": [*named[name].shape],
                             "data_offsets": [start, end]}
@@ -90,7 +90,7 @@ class HashedFile:
         return {"bytes": self.size, "sha256": self.digest.hexdigest()}
 
 
-def in_order(named: Mapping[str, Tensor]) -> list[str]:
+def sorted_names(named: Mapping[str, Tensor]) -> list[str]:
     """Sorts the names of a file's tensors as safetensors does, so that each begins at a multiple of its type's size."""
     types = [*SAFETENSORS_NAMES]
     return sorted(named, key=lambda name: (-types.index(named[name].dtype), name))
@@ -100,13 +100,13 @@ def write_order(tensors: Mapping[str, Mapping[str, Tensor]]) -> list[tuple[str, 
     """Lists (file, tensor) in the order of writing: at any time the same fraction of each file has been written."""
     places = []
     for file, named in tensors.items():
-        sizes = [named[name].numel() * named[name].element_size() for name in in_order(named)]
+        sizes = [named[name].numel() * named[name].element_size() for name in sorted_names(named)]
         shares = itertools.accumulate(size / max(1, sum(sizes)) for size in sizes)
-        places += [(share, file, name) for share, name in zip(shares, in_order(named), strict=True)]
+        places += [(share, file, name) for share, name in zip(shares, sorted_names(named), strict=True)]
     return [place[1:] for place in sorted(places, key=lambda place: place[0])]
 
 
-def stored(tensors: Mapping[str, Mapping[str, Tensor]]) -> Iterator[Tensor]:
+def tensors_in_order(tensors: Mapping[str, Mapping[str, Tensor]]) -> Iterator[Tensor]:
     """Yields the tensors of a checkpoint's files in the order in which they are written."""
     return (tensors[file][name] for file, name in write_order(tensors))
 
@@ -114,7 +114,7 @@ def stored(tensors: Mapping[str, Mapping[str, Tensor]]) -> Iterator[Tensor]:
 def write_tensors(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], values: Iterator[Tensor]) -> dict:
     """Writes `tensors[name]` to `folder/name.safetensors`, each in its own thread; returns each file's size and hash.
 
-    `values` are in the order of `stored`. At most one tensor of each file waits in CPU memory to be written.
+    `values` are in the order of `tensors_in_order`. At most one tensor of each file waits in CPU memory to be written.
     """
     files = {name: HashedFile(folder / f"{name}.safetensors", named) for name, named in tensors.items()}
     written = {}
@@ -135,12 +135,12 @@ def save(
 ) -> None:
     """Writes `tensors[name]` to `folder/name.safetensors` and `meta` to `meta.json`, all or nothing.
 
-    If tensors are gathered from other ranks, `values` yields them in the order of `stored`. An existing complete
+    If tensors are gathered from other ranks, `values` yields them in the order of `tensors_in_order`. An existing complete
     checkpoint is not written again. Raises OSError with the space needed and the space left.
     """
     if folder.is_dir() and problem(folder) is None:
         return
-    values = stored(tensors) if values is None else values
+    values = tensors_in_order(tensors) if values is None else values
     try:
         with atomic_write(folder) as partial:
             partial.mkdir()
@@ -169,10 +169,10 @@ def write_meta(folder: Path, meta: dict) -> None:
 
 def check(folder: Path, names: tuple[str, ...] | None = None) -> dict:
     """Reads a checkpoint's meta.json; raises ValueError unless the checkpoint, or its files `names`, are complete."""
-    own_file(folder, "meta.json")
+    file_of(folder, "meta.json")
     try:
         meta = read_meta(folder)
-        files = {own_file(folder, name): (record["bytes"], record["sha256"]) for name, record in meta["files"].items()}
+        files = {file_of(folder, name): (record["bytes"], record["sha256"]) for name, record in meta["files"].items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"meta.json is missing or unreadable ({error})") from None
     content = {key: value for key, value in meta.items() if key != "sha256"}
@@ -181,7 +181,7 @@ def check(folder: Path, names: tuple[str, ...] | None = None) -> dict:
     if is_step(folder) and meta.get("step") != step_of(folder):
         raise ValueError(f"meta.json is for step {meta.get('step')}")
     for path, (size, digest) in files.items():
-        is_needed, is_intact = names is None or path.stem in names, False
+        is_needed, is_intact = names is None or path.name in names, False
         with contextlib.suppress(OSError):  # raised for a name that no file system allows
             is_intact = is_needed and path.is_file() and path.stat().st_size == size and sha256(path) == digest
         if is_needed and not is_intact:
@@ -237,8 +237,8 @@ def read_latest(run: Path, names: tuple[str, ...] | None = None) -> tuple[Path, 
 
 def latest(run: Path) -> Path | None:
     """Finds the newest complete checkpoint of a run, as `read_latest` does."""
-    found = read_latest(run)
-    return found and found[0]
+    newest = read_latest(run)
+    return newest and newest[0]
 
 
 def set_aside_after(run: Path, step: int) -> None:

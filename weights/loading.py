@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -21,22 +22,21 @@ from rf import RF
 from runtime import files, ranks
 from runtime.schema import as_recorded, read_record
 from weights import checkpoint as checkpoints
-from weights.others import (
+from weights.averages import weights_name
+from weights.foreign import (
     FAMILIES,
-    files_of,
+    SUFFIXES,
+    check_tensors,
     find_in_folder,
     pipeline_of,
     read_weights,
     to_our_diffusion,
     unknown_family,
     with_positions,
+    without_angles,
 )
-from weights.records import (
-    CheckpointRecord,
-    DataRecord,
-    build_diffusion,
-    build_network,
-)
+from weights.reading import from_hub, read_tensors
+from weights.records import CheckpointRecord, DataRecord, build_diffusion, build_network
 
 # ---- finding weights ------------------------------------------------------------------------------------------------
 
@@ -55,20 +55,13 @@ class Checkpoint:
     @cached_property
     def record(self) -> CheckpointRecord | None:
         """What meta.json records about the weights; raises ValueError if it describes none."""
-        if self.meta is None:
-            return None
-        record = read_record(CheckpointRecord, self.folder / "meta.json",
-                             "It does not describe a checkpoint; move the weights elsewhere.", self.meta)
-        return record.model_copy(update={"weights": self.file.stem})
+        return self.meta and read_record(CheckpointRecord, self.folder / "meta.json", "It does not describe a "
+                                         "checkpoint; move the weights elsewhere.", self.meta)
 
     @cached_property
     def sha256(self) -> str:
-        """The file's hash, even after training has pruned it; for shards, the hash of the list of their hashes."""
-        recorded = self.meta and self.meta["files"].get(self.file.relative_to(self.folder).as_posix())
-        if recorded:
-            return recorded["sha256"]
-        parts = [files.sha256(part) for part in files_of(self.file)]
-        return parts[0] if len(parts) == 1 else files.record_sha256({"shards": parts})
+        """The file's hash, even after training has pruned it."""
+        return self.meta["files"][self.file.name]["sha256"] if self.meta else files.sha256(self.file)
 
     @property
     def run(self) -> Path | None:
@@ -77,55 +70,84 @@ class Checkpoint:
 
 
 def find_checkpoint(path: str | Path, weights: str | None = None) -> Checkpoint:
-    """Finds the weights at a path: a run (its newest), a checkpoint, another trainer's folder, or a weights file.
+    """Finds the weights that a path or a name of the Hugging Face Hub means; waits for no other rank.
 
+    A path is a run (its newest checkpoint), a checkpoint, or other people's file or folder, and comes before the Hub.
     A checkpoint holds several networks, each in `<weights>.safetensors`: ema, the average (the default), other
-    averages, and model. Reads the file to check its hash, and waits for no other rank. Raises ValueError if there are no such weights, or only damaged
-    ones.
+    averages, and model. Its file is read to check its hash. Raises ValueError if there are no such weights, or only
+    damaged ones.
     """
-    path, name, meta = Path(path), weights or "ema", None
-    folder = path.parent if path.is_file() else path
-    if not path.is_file() and (path / "checkpoints").is_dir() and not (path / "meta.json").is_file():
-        if (newest := latest_checkpoint(path, (name,))) is None:
-            raise ValueError(f"The run {path} has saved no checkpoint yet; wait for its first save.")
-        folder, meta = newest
-    elif not (folder / "meta.json").is_file():
-        if foreign := path if path.is_file() else find_in_folder(path, name):
-            return Checkpoint(foreign)
-        raise ValueError(f"There is no run, checkpoint folder or weights file at {path}. Training keeps the newest "
-                         f"checkpoint.keep_last and those of checkpoint.keep_every. Set checkpoint=runs/<name>, "
-                         f"runs/<name>/checkpoints/step-…, or a .safetensors or .pt file.")
-    file = path if path.is_file() else folder / f"{name}.safetensors"
-    found = Checkpoint(file, folder, meta or read_complete(folder, file.stem))
-    if not file.is_file():
-        raise ValueError(f"{folder} holds no weights={name}, but {', '.join(sorted(found.meta['files']))}.")
-    return found
+    place = Path(path)
+    if place.is_file():
+        if not (place.parent / "meta.json").is_file():
+            return Checkpoint(place)
+        if weights not in (None, place.stem):
+            raise ValueError(f"{place} holds weights={place.stem}, not weights={weights}.")
+        return open_checkpoint(place.parent, place.name)
+    if (place / "meta.json").is_file():
+        return open_checkpoint(place, file_name(weights))
+    if (place / "checkpoints").is_dir():
+        if (newest := latest_checkpoint(place, (file_name(weights),))) is None:
+            raise ValueError(f"The run {place} has saved no checkpoint yet; wait for its first save.")
+        return open_checkpoint(newest[0], file_name(weights), newest[1])
+    if place.is_dir() and (file := find_in_folder(place)):
+        return Checkpoint(file)
+    if is_hub_name(str(path)) and not place.parent.exists():
+        return open_checkpoint(download(str(path), file_name(weights)), file_name(weights))
+    hub = (f" As {place.parent} is here, {path} is not looked up on the Hugging Face Hub: run `hf download {path} "
+           f"--local-dir {place.name}`, and name that folder." if is_hub_name(str(path)) and not place.exists() else "")
+    raise ValueError(f"There is no run, checkpoint folder or weights file at {path}. Training keeps the newest "
+                     f"checkpoint.keep_last and those of checkpoint.keep_every. Set checkpoint=runs/<name>, "
+                     f"runs/<name>/checkpoints/step-…, or a .safetensors or .pt file.{hub}")
+
+
+def file_name(weights: str | None) -> str:
+    return f"{weights_name(weights or 'ema')}.safetensors"
+
+
+def is_hub_name(path: str) -> bool:
+    """True for user/name, as repositories of the Hugging Face Hub are called."""
+    return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path) is not None and not path.endswith(SUFFIXES)
+
+
+def download(repo: str, name: str) -> Path:
+    """Returns the folder, in the Hub's cache, of a checkpoint that was uploaded there, with the file of this name."""
+    try:
+        return from_hub(repo, "meta.json", name, remedy=(
+            f"on a machine with internet, run `hf download {repo} meta.json {name} --local-dir x`, copy that folder "
+            f"here, and name it instead of {repo}."))
+    except ValueError as error:
+        raise ValueError(f"There is no {repo} here, and {error}") from error
+
+
+def open_checkpoint(folder: Path, name: str, meta: dict | None = None) -> Checkpoint:
+    """Returns a checkpoint's file, which is checked unless `meta` is given; raises ValueError if there is none."""
+    try:
+        meta = meta or checkpoints.check(folder, (name,))
+    except (ValueError, OSError) as error:
+        raise ValueError(f"The checkpoint {folder} is damaged, so choose another of its run: {error}.") from error
+    if name not in meta["files"]:
+        stems = [file.removesuffix(".safetensors") for file in sorted(meta["files"]) if file != "training.safetensors"]
+        raise ValueError(f"{folder} holds no {name}: set weights= to one of {', '.join(stems)}.")
+    return Checkpoint(folder / name, folder, meta)
 
 
 def find_on_main_rank(
     state: Accelerator | PartialState, path: str | Path, weights: str | None = None,
 ) -> Checkpoint:
     """Finds weights as `find_checkpoint` does, only on the main rank, and sends the result to the others."""
-    found = ranks.from_main(state, partial(find_checkpoint, path, weights))
-    ranks.require_shared(state, found.file)
-    return found
+    checkpoint = ranks.from_main(state, partial(find_checkpoint, path, weights))
+    ranks.require_shared(state, checkpoint.file)
+    return checkpoint
 
 
 def latest_checkpoint(run: Path, names: tuple[str, ...] | None = None) -> tuple[Path, dict] | None:
     """Returns a run's latest complete checkpoint and its meta.json, or None without any; raises if all are damaged."""
-    found = checkpoints.read_latest(run, names)
-    if found is None and checkpoints.all_steps(run):
+    newest = checkpoints.read_latest(run, names)
+    if newest is None and checkpoints.all_steps(run):
         raise ValueError(f"None of the checkpoints in {run / 'checkpoints'} is complete; see the warnings. Restore "
                          f"one, or move the folder away to start from the beginning.")
-    return found
-
-
-def read_complete(folder: Path, name: str) -> dict:
-    """Reads the meta.json of a folder; raises ValueError unless the file of this name is complete."""
-    try:
-        return checkpoints.check(folder, (name,))
-    except (ValueError, OSError) as error:
-        raise ValueError(f"The checkpoint {folder} is damaged, so choose another of its run: {error}.") from error
+    return newest
 
 
 # ---- loading weights ------------------------------------------------------------------------------------------------
@@ -145,7 +167,7 @@ class Trained:
     classes: list[int]              # of its training images
     step: int | None
     weights: str                    # ema or model; file if the state dict does not say which
-    recorded: dict                  # `network` and `diffusion` as plain keywords, and `published` if there is any
+    recorded: dict                  # `network` and `diffusion` as plain keywords
     family: str | None = None       # for weights without a record: a name in FAMILIES
     description: str = ""           # for these, which weights of the file they are
 
@@ -164,95 +186,89 @@ class Trained:
         labels = "" if self.net.null_label else f" no null label (num_classes={self.net.num_classes}),"
         return (f"{self.checkpoint.file} has no record. Using {self.description}, as {self.family} "
                 f"({FAMILIES[self.family].meaning}), {self.recorded['network']['num_heads']} heads,{labels} decoded "
-                f"by {self.autoencoder}. "
-                f"To change it, set weights=, diffusion_name=, num_heads=, num_classes=, autoencoder=.")
+                f"by {self.autoencoder}. To change it, set weights=, diffusion_name=, num_heads=, num_classes=, autoencoder=.")
 
 
 def other_data(trained: Trained, class_names: list[str] | None, convention: Convention | None) -> list[str]:
     """Lists how the latents that a network was trained on differ from latents of these classes and convention."""
-    theirs = {name: i for i, name in enumerate(trained.class_names or ())}
-    found = [f"{name} is class {theirs[name]} there and {i} here" for i, name in enumerate(class_names or ())
-             if theirs.get(name, i) != i][:1]
+    numbers = {name: i for i, name in enumerate(trained.class_names or ())}
+    differences = [f"{name} is class {numbers[name]} there and {i} here" for i, name in enumerate(class_names or ())
+                   if numbers.get(name, i) != i][:1]
     if None not in (trained.convention, convention) and trained.convention != convention:
         there, here = vars(trained.convention), vars(convention)
-        found.append(f"its latents have another {' and '.join(key for key in here if there[key] != here[key])}")
-    return found
+        differences.append(f"its latents have another {' and '.join(key for key in here if there[key] != here[key])}")
+    return differences
 
 
 def load_trained(
-    path: str | Path | Checkpoint,          # a run, a checkpoint folder, a weights file, or what was found there
-    weights: str | None = None,             # ema, model, ema-0.999 …; None: the average, or what the file holds
+    path: str | Path | Checkpoint,          # as in find_checkpoint, or what it returned
+    weights: str | None = None,             # ema, model, ema-0.999 …, or a key of other people's file; None: the average
     diffusion: str | None = None,           # for weights without a record: a name in FAMILIES
     autoencoder: str | None = None,         # overrides the recorded one
     device: torch.device | str = "cpu",
     like: Mapping[str, Any] | None = None,  # defaults for weights without a record: diffusion, num_heads …
-    **given: int | None,                    # for weights without a record: num_heads, num_classes, input_size
+    **sizes: int | None,                    # for weights without a record: num_heads, num_classes, input_size
 ) -> Trained:
     """Loads a network and what its checkpoint records about it; waits for no other rank.
 
-    If meta.json lies beside the weights, the network is built from that record. Without a meta.json, the architecture is inferred from the shapes, and `diffusion` names the family if the
-    file does not show it. These weights are rewritten for an ordinary network of ours. Raises ValueError for a path
-    without a complete checkpoint, and for weights that are not a DiT's or belong to no known family.
+    If meta.json lies beside the weights, the network is built from that record. Otherwise the architecture is inferred
+    from the shapes, `diffusion` names the family if the file does not show it, and the weights are rewritten for an
+    ordinary network of ours. Raises ValueError for a path without a complete checkpoint, and for weights that are not
+    a DiT's or belong to no known family.
     """
-    found = path if isinstance(path, Checkpoint) else find_checkpoint(path, weights)
-    given = {key: value for key, value in given.items() if value is not None}
-    if found.record is None:
-        state, record, found_out = read_without_record(found.file, weights, diffusion, {**(like or {}), **given})
-        for key, value in given.items():
-            if value != (known := record.network[key]):
-                raise ValueError(f"{key}={value} does not fit the weights in {found.file}, which have {known}.")
+    checkpoint = path if isinstance(path, Checkpoint) else find_checkpoint(path, weights)
+    sizes = {key: value for key, value in sizes.items() if value is not None}
+    if checkpoint.record is None:
+        state, record, role, reading = read_without_record(
+            checkpoint.file, weights, diffusion, {**(like or {}), **sizes})
+        for key, value in sizes.items():
+            if value != record.network[key]:
+                raise ValueError(f"{key}={value} does not fit the weights in {checkpoint.file}, which have "
+                                 f"{record.network[key]}.")
     else:
-        state, record, found_out = read_recorded(found, weights), found.record, {}
+        record, role, reading = checkpoint.record, checkpoint.file.stem, {}
         other = {} if diffusion in (None, record.diffusion.get("name")) else {"diffusion_name": diffusion}
-        for key, value in (other | given).items():
-            raise ValueError(f"{key}={value} is for weights without a record; {found.folder} has one: leave it out.")
-    net, data = fit(state, record.network, found.file), record.data
+        for key, value in (other | sizes).items():
+            raise ValueError(f"{key}={value} is for weights without a record; {checkpoint.folder} has one: leave it "
+                             f"out.")
+        state = read_tensors(checkpoint.file)
+        check_tensors(state)
+    net, data = fit(state, record.network, checkpoint.file), record.data
     most = max(max(data.classes or [0]) + 1, len(data.class_names or ()), len(data.display_names or ()))
     if most > net.num_classes:
-        raise ValueError(f"{found.folder / 'meta.json'} has {most} classes in data, but its network {net.num_classes}.")
+        raise ValueError(f"{checkpoint.folder / 'meta.json'} has {most} classes in data, but its network "
+                         f"{net.num_classes}.")
     net.null_label = net.null_label and record.null_label
     net.to(device).float().eval()  # not frozen, as autocast caches its casts of trainable weights only
     return Trained(
-        found, net, build_diffusion(record.diffusion), autoencoder or data.autoencoder,
+        checkpoint, net, build_diffusion(record.diffusion), autoencoder or data.autoencoder,
         data.convention and Convention.read(data.convention.model_dump()), data.class_names,
-        data.display_names or data.class_names,
-        data.classes or list(range(net.num_classes)), record.step, record.weights,
-        {"network": record.network, "diffusion": record.diffusion}, **found_out)
-
-
-def read_recorded(found: Checkpoint, weights: str | None) -> dict[str, Tensor]:
-    """Reads the weights of a network that has a record; raises ValueError if `weights` names other ones."""
-    record = found.record
-    if weights not in (None, record.weights):
-        raise ValueError(f"{found.file} holds weights={record.weights}, not weights={weights}.")
-    return read_weights(found.file).state
+        data.display_names or data.class_names, data.classes or list(range(net.num_classes)), record.step, role,
+        {"network": record.network, "diffusion": record.diffusion}, **reading)
 
 
 def read_without_record(
-    file: Path, weights: str | None, diffusion: str | None, given: Mapping[str, Any],
-) -> tuple[dict[str, Tensor], CheckpointRecord, dict[str, str]]:
-    """Reads weights without a record; `given` and the folder supply what the shapes do not show.
+    file: Path, weights: str | None, diffusion: str | None, settings: Mapping[str, Any],
+) -> tuple[dict[str, Tensor], CheckpointRecord, str, dict[str, str]]:
+    """Reads weights without a record; `settings` and the folder supply what the shapes do not show.
 
-    Returns the state dict of an ordinary network, the record that it would have, and its family with a description.
-    Raises ValueError if the family is not known.
+    Returns the state dict of an ordinary network, the record that it would have, its role, and its family with a
+    description. Raises ValueError if the family is not known.
     """
-    held, pipeline = read_weights(file, weights), pipeline_of(file)
-    if adapter := next((key for key in held.state if ".lora_A." in key or ".lora_down." in key), None):
-        raise ValueError(f"{file} holds a LoRA adapter, {adapter} first. Merge it into its base where it was trained, "
-                         f"by PEFT's merge_and_unload(), and name the merged weights.")
-    known = {"num_classes": held.num_classes, **pipeline, **given}
-    state = with_positions(held.state, known.get("input_size"), file)
-    network = infer_architecture(state, known.get("num_heads"), known.get("num_classes"))
-    fit(state, network, file)
-    family = diffusion or given.get("diffusion") or held.family or pipeline.get("family")
+    stored, pipeline = read_weights(file, weights), pipeline_of(file)
+    sizes = {"num_classes": stored.num_classes, **pipeline, **settings}
+    state = with_positions(stored.state, sizes.get("input_size"), file)
+    network = infer_architecture(state, sizes.get("num_heads"), sizes.get("num_classes"))
+    family = diffusion or settings.get("diffusion") or stored.family or pipeline.get("family")
     if family not in FAMILIES:
         raise ValueError(unknown_family(file, network))
+    state = without_angles(state, network, family, file)
+    fit(state, network, file)
     state, network = to_our_diffusion(state, network, FAMILIES[family])
-    own = "identity" if network["in_channels"] == 3 else "sd_vae_ema"
-    data = DataRecord(autoencoder=pipeline.get("autoencoder", own), class_names=None)
-    record = CheckpointRecord(network=network, diffusion={"name": FAMILIES[family].diffusion}, data=data, step=None,
-                              weights=held.which)
-    return state, record, {"family": family, "description": held.description}
+    usual = "identity" if network["in_channels"] == 3 else "sd_vae_ema"
+    data = DataRecord(autoencoder=pipeline.get("autoencoder", usual), class_names=None)
+    record = CheckpointRecord(network=network, diffusion={"name": FAMILIES[family].diffusion}, data=data, step=None)
+    return state, record, stored.role, {"family": family, "description": stored.description}
 
 
 def fit(state: Mapping[str, Tensor], network: dict, file: Path) -> DiT:
@@ -275,6 +291,6 @@ def find_by_hash(paths: list[str | Path], sha256: str | None) -> Checkpoint | No
     older = [folder / "ema.safetensors" for path in paths for folder in reversed(checkpoints.all_steps(Path(path)))]
     for path in (*paths, *older):
         with contextlib.suppress(OSError, ValueError):  # no weights there
-            if (found := find_checkpoint(path)).sha256 == sha256:
-                return found
+            if (checkpoint := find_checkpoint(path)).sha256 == sha256:
+                return checkpoint
     return None

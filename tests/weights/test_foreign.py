@@ -1,0 +1,588 @@
+"""Others' weights become a network of ours or are refused, and samplers return published numbers (tests/published)."""
+
+import argparse
+import itertools
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from closed_forms import amplitude_of
+from conftest import one_rank, run_command, save_vae
+from safetensors.torch import save_file
+from test_lightning import TINY as LIGHTNING_TINY
+from test_lightning import filled
+from test_published_parity import DDPM_, TINY, CountedNoise, assert_equal, fill, names, published, wave
+from torch import nn
+from training_runs import trained
+
+import fid
+import sample
+from blocks.transformer import rotary_angles
+from dit import DiT
+from edm import DDPM, EDM
+from guidance import Guidance
+from rf import RF
+from sampling.checks import sampler_settings
+from training.run_folder import open_parent
+from weights.foreign import diffusers_names, reverse_time
+from weights.loading import load_trained
+from weights.records import build_network
+
+SIT, REPA, LIGHTNING = published("sit"), published("repa"), published("lightning")
+ARGS = dict(results_dir="results", image_size=256, num_classes=1000)
+SIT_ARGS = argparse.Namespace(**ARGS, model="SiT-XL/2", path_type="Linear", prediction="velocity", loss_weight=None)
+DIT_ARGS = argparse.Namespace(**ARGS, model="DiT-XL/2", vae="ema")
+FAMILIES = ("sit", "repa", "repa, legacy", "lightning")
+
+
+def tables(side: int = 4, head_dim: int = 16) -> dict:
+    """The buffers of LightningDiT's feat_rope: each angle for two neighbouring channels."""
+    angles = rotary_angles(torch.arange(side**2).unsqueeze(0), side, head_dim)[0, 0].repeat_interleave(2, dim=1)
+    return {"feat_rope.freqs_cos": angles.cos(), "feat_rope.freqs_sin": angles.sin()}
+
+
+def weights_of(family: str) -> dict:
+    """The weights with which the published side ran, under the keys of its file."""
+    if family == "sit":
+        return fill(DiT(**TINY, learn_sigma=True)).state_dict()
+    if family == "lightning":
+        return filled(DiT(**LIGHTNING_TINY)).state_dict() | tables()
+    shapes = {key: value.shape for key, value in DiT(**TINY).state_dict().items()}
+    layers = [(32, 64), (32, 32), (24, 32)]
+    for i, (rows, columns) in zip((0, 2, 4), layers, strict=True):
+        shapes |= {f"projectors.0.{i}.weight": (rows, columns), f"projectors.0.{i}.bias": (rows,)}
+    assert sorted(shapes) == REPA["keys"]
+    empty = {key: torch.empty(shape) for key, shape in shapes.items() if key != "pos_embed"}
+    state = {key: wave(tuple(value.shape), k, amplitude_of(value))
+             for k, (key, value) in enumerate(sorted(empty.items()))}
+    state["pos_embed"] = DiT(**TINY).pos_embed
+    if family == "repa, legacy":
+        state = {re.sub(r"^blocks\.([12])\.", lambda match: f"decoder_blocks.{int(match[1]) - 1}.", key): value
+                 for key, value in state.items()}
+        assert "decoder_blocks.1.attn.qkv.weight" in state and "blocks.1.attn.qkv.weight" not in state
+    return state
+
+
+def published_file(family: str, folder):
+    """Writes a file as the family's train.py does."""
+    ema = weights_of(family)
+    other = {key: torch.zeros_like(value) for key, value in ema.items()}
+    beside = {"sit": {"args": SIT_ARGS},
+              "lightning": {"config": {"transport": {"path_type": "Linear", "prediction": "velocity"}}}}
+    if family == "lightning":
+        ema = under("module.", ema)
+    path = folder / "0400000.pt"
+    torch.save({"model": other, "ema": ema, "opt": {}, **beside.get(family, {"steps": 400000})}, path)
+    return path
+
+
+def loaded(family: str, folder) -> nn.Module:
+    return load_trained(published_file(family, folder), num_heads=4)
+
+
+def under(prefix: str, state: dict) -> dict:
+    return {f"{prefix}{key}": value for key, value in state.items()}
+
+
+def without(state: dict, part: str) -> dict:
+    return {key: value for key, value in state.items() if part not in key}
+
+
+# ---- published files ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_a_published_file_says_its_origin_and_its_velocity_is_ours(family, tmp_path):
+    case = {"sit": SIT, "lightning": {"velocity": LIGHTNING["forward"][0]}}.get(family, REPA)["velocity"]
+    trained = loaded(family, tmp_path)
+    assert type(trained.diffusion) is RF and trained.family == family.partition(",")[0]
+    assert trained.family in trained.inferred
+    assert (trained.net.in_channels, trained.net.out_channels, trained.weights) == (4, 4, "ema")
+    sign, t = (1, torch.tensor(case["t"])) if "repa" in family else (-1, 1 - torch.tensor(case["t"]))
+    v = RF().velocity(trained.net, wave(case["shape"], amplitude=1.4), t, torch.tensor(case["y"]))
+    assert_equal(sign * v, case["out"])
+
+
+@torch.no_grad()
+def test_converted_weights_give_at_any_time_what_the_originals_give_at_the_reversed_time():
+    net, turned = fill(DiT(**TINY)), DiT(**TINY).eval()
+    turned.load_state_dict(reverse_time(net.state_dict()))
+    z, y, t = torch.randn(64, 4, 8, 8), torch.arange(64) % 11, torch.rand(64)
+    assert torch.allclose(turned(z, t, y), -net(z, 1 - t, y), atol=1e-5)
+    assert not torch.allclose(turned(z, t, y), -net(z, t, y), atol=1e-2)
+    twice = reverse_time(reverse_time(net.state_dict()))
+    assert all(torch.allclose(twice[key], value, atol=1e-6) for key, value in net.state_dict().items())
+
+
+@torch.no_grad()
+def test_the_same_bare_file_is_another_network_for_dit_and_for_sit(tmp_path):
+    save_file(weights_of("sit"), tmp_path / "bare.safetensors")
+    dit, sit = (load_trained(tmp_path / "bare.safetensors", diffusion=name, num_heads=4) for name in ("dit", "sit"))
+    assert type(dit.diffusion) is DDPM and dit.net.out_channels == 8 and dit.recorded["diffusion"] == {"name": "ddpm"}
+    assert type(sit.diffusion) is RF and sit.net.out_channels == 4 and not sit.recorded["network"]["learn_sigma"]
+
+
+def lightning(rope: bool, swiglu: bool, rmsnorm: bool, qknorm: bool) -> dict:
+    """The tensors of a LightningDiT with these switches."""
+    block, plain = (filled(DiT(**LIGHTNING_TINY | {"block": name, "qk_norm": qknorm})).state_dict()
+                    for name in ("lightning", "dit"))
+    state = {key: value for key, value in (block if swiglu else plain).items() if "norm" not in key}
+    normed = block if rmsnorm else plain
+    return state | {key: normed[key] for key in normed if "norm" in key} | (tables() if rope else {})
+
+
+@pytest.mark.parametrize("switches", itertools.product([True, False], repeat=4), ids=str)
+def test_each_switch_of_lightningdit_is_in_the_network_or_its_tensor_is_named(switches, tmp_path):
+    rope, swiglu, rmsnorm, _ = switches
+    save_file(lightning(*switches), tmp_path / "x.safetensors")
+    supported = {(True, True, True): "lightning", (False, False, False): "dit"}
+    if block := supported.get((rope, swiglu, rmsnorm)):
+        trained = load_trained(tmp_path / "x.safetensors", diffusion="lightning", num_heads=4)
+        assert trained.recorded["network"]["block"] == block
+    else:
+        with pytest.raises(ValueError, match=r"feat_rope|norm1\.weight"):
+            load_trained(tmp_path / "x.safetensors", diffusion="lightning", num_heads=4)
+
+
+@pytest.mark.parametrize(("angles", "heads"), [
+    (tables(head_dim=32), 4), (tables(side=8), 4), (tables(), 8), ({"feat_rope.freqs_cos": torch.ones(16, 16)}, 4),
+    ({key: -value for key, value in tables().items()}, 4)])
+def test_other_angles_than_our_blocks_compute_are_refused(angles, heads, tmp_path):
+    torch.save({"ema": without(weights_of("lightning"), "feat_rope") | angles}, tmp_path / "x.pt")
+    with pytest.raises(ValueError, match=f"feat_rope for other angles than {heads} heads and 4 x 4 tokens"):
+        load_trained(tmp_path / "x.pt", num_heads=heads)
+
+
+# ---- a family needs evidence ----------------------------------------------------------------------------------------
+
+TRANSPORT = dict(path_type="Linear", prediction="velocity", loss_weight=None, sample_eps=None, train_eps=None)
+KIN = dict(model="SiT-S/2", num_classes=10, resolution=64, path_type="linear", prediction="v", block_out_s=4)  # of REPA
+
+
+@pytest.mark.parametrize("beside, learn_sigma, family", [      # arguments beside an average, or all that is in the file
+    (KIN, False, None), (KIN | {"encoder_depth": 8, "proj_coeff": 0.5}, False, "repa"),
+    (dict(model="SiT-S/2", image_size=64, **TRANSPORT), False, "sit"),
+    (dict(model="SiT-S/2", image_size=64), False, None),
+    (dict(model="SiT-S/2", image_size=64, **TRANSPORT, flip_time=True), False, None),
+    (dict(model="SiT-S/2", encoder_depth=8, proj_coeff=0.5, **TRANSPORT | {"prediction": "v"}), False, None),
+    (dict(model="DiT-S/2", image_size=64, vae="ema"), True, "dit"), (dict(model="DiT-S/2", image_size=64), False, None),
+    (dict(model="DiT-S/2", image_size=64, diffusion_steps=100), True, None), ({}, True, None),
+    (lambda state: {"ema_state_dict": under("model.", state), "step": 7}, False, "tread"),
+    # keys that many trainers write
+    (lambda state: {"model_state_dict": under("model.", state), "epoch": 3, "optimizer_state_dict": {}}, False, None),
+    (lambda state: {"ema_state_dict": under("model.", state), "epoch": 3}, False, None),
+    (lambda state: {"ema_state_dict": state}, False, None),
+    (lambda state: {"ema": weights_of("lightning"), "args": argparse.Namespace(encoder_depth=8)}, False, None),
+    (lambda state: state, True, None), (lambda state: state, False, None),
+    (lambda state: without(weights_of("lightning"), "feat_rope"), False, None),
+])
+def test_a_family_is_shown_only_by_what_is_all_its_own(beside, learn_sigma, family, tmp_path):
+    state = fill(DiT(**TINY, learn_sigma=learn_sigma)).state_dict()
+    contents = [beside(state)] if callable(beside) else [{"ema": state, "args": argparse.Namespace(**beside)},
+                                                         {"ema": state, "args": beside}]
+    for content in contents:
+        torch.save(content, tmp_path / "x.pt")
+        if family is None:
+            with pytest.raises(ValueError, match="has no record.*set diffusion_name= to one of .*train.py that wrote"):
+                load_trained(tmp_path / "x.pt", num_heads=4)
+        else:
+            assert load_trained(tmp_path / "x.pt", num_heads=4).family == family
+
+
+def test_training_from_a_bare_file_asks_for_its_origin_and_refuses_another_network(tmp_path):
+    path = tmp_path / "bare.safetensors"
+    save_file(weights_of("sit"), path)
+    record = {"network": TINY | {"routes": [], "learn_sigma": False}, "diffusion": {"name": "rf"}, "seed": 3}
+    with pytest.raises(ValueError, match="set diffusion_name="):
+        open_parent(one_rank(), str(path), record, None)
+    parent = open_parent(one_rank(), str(path), record, "sit")
+    assert parent.family == "sit" and parent.net.out_channels == 4
+    with pytest.raises(ValueError, match="another network or diffusion: {'diffusion.name': 'rf'} there"):
+        open_parent(one_rank(), str(path), record | {"diffusion": {"name": "edm"}}, "sit")
+    four = record | {"network": record["network"] | {"num_classes": 4}}
+    with pytest.raises(ValueError, match="'num_classes': 10} there, {'num_classes': 4} here. new_label_table=true"):
+        open_parent(one_rank(), str(path), four, "sit")
+    tables = [open_parent(one_rank(), str(path), four, "sit", new_label_table=True).net.state_dict() for _ in range(2)]
+    for key, value in parent.net.state_dict().items():
+        assert torch.equal(tables[0][key], tables[1][key])
+        assert tables[0][key].shape == (5, 64) if key == TABLE else torch.equal(tables[0][key], value)
+    assert 0.01 < tables[0][TABLE].std() < 0.03
+
+
+def test_a_run_starts_from_the_weights_and_a_new_label_table_and_reports_which_weights(shapes, tmp_path):
+    trained(tmp_path / "old", shapes, "steps=1")
+    old = load_trained(tmp_path / "old").net.state_dict()
+    torch.save({"model": {}, "ema": old | {TABLE: old[TABLE][:3].clone()}}, tmp_path / "x.pt")
+    printed = trained(tmp_path / "new", shapes, f"init_from={tmp_path}/x.pt", "diffusion_name=edm", "steps=1",
+                      "new_label_table=true", "optimizer.lr=0")
+    assert "x.pt has no record. Using weights=ema, as edm" in printed
+    new = load_trained(tmp_path / "new").net.state_dict()
+    assert new[TABLE].shape == old[TABLE].shape and not torch.equal(new[TABLE][:3], old[TABLE][:3])
+    assert all(torch.equal(new[key], old[key]) for key in old if key != TABLE)
+
+
+# ---- labels, positions, variances -----------------------------------------------------------------------------------
+
+TABLE = "y_embedder.embedding_table.weight"
+
+
+@pytest.mark.parametrize(("rows", "args", "settings", "num_classes", "null_label"), [
+    (10, {"num_classes": 10}, {}, 10, False), (10, {}, {"num_classes": 10}, 10, False),
+    (1, {"num_classes": 1}, {}, 1, False), (1, {}, {}, 1, False),
+    (10, {}, {}, 9, True), (10, {"num_classes": 1000}, {}, 9, True), (10, {}, {"num_classes": 7}, None, None)])
+def test_each_row_is_a_class_only_where_nothing_says_that_one_is_no_label(rows, args, settings, num_classes, null_label,
+                                                                          tmp_path):
+    whole = fill(DiT(**TINY, learn_sigma=True)).eval()
+    state = whole.state_dict()
+    torch.save({"ema": {**state, TABLE: state[TABLE][:rows].clone()}, "args": argparse.Namespace(**args)},
+               tmp_path / "x.pt")
+    if num_classes is None:
+        with pytest.raises(ValueError, match="num_classes=7 does not fit the weights .* which have 9"):
+            load_trained(tmp_path / "x.pt", diffusion="dit", num_heads=4, **settings)
+        return
+    trained = load_trained(tmp_path / "x.pt", diffusion="dit", num_heads=4, **settings)
+    assert trained.classes == list(range(num_classes)) and trained.net.null_label == null_label
+    assert (f"no null label (num_classes={num_classes})" in trained.inferred) != null_label
+    x, t, y = torch.randn(1, 4, 8, 8), torch.tensor([3.0]), torch.tensor([num_classes - 1])
+    assert torch.equal(trained.net(x, t, y), whole(x, t, y))
+    assert build_network(trained.recorded["network"]).null_label == null_label
+    if not null_label:
+        with pytest.raises(ValueError, match="trained with label_dropout=0.*set drop_label=false"):
+            Guidance(3).check(trained.net)
+
+
+def pixels(**changes) -> dict:
+    """Weights of a network of 8x8 pixels."""
+    size = dict(input_size=8, patch_size=2, in_channels=3, hidden_size=32, depth=2, num_heads=2, num_classes=3)
+    return fill(DiT(**size | changes)).state_dict()
+
+
+def drawn(state: dict, folder, *options) -> np.ndarray:
+    """The images that sample.py draws from bare weights with seeds 0 to 3."""
+    save_file(state, folder / "x.safetensors")
+    run_command(sample.main, "sample.py", "cpu=true", "num_heads=2", "num_steps=2", "seeds=0-3", "batch_size=4",
+                f"checkpoint={folder}/x.safetensors", f"out={folder}/x.npz", "overwrite=true", *options)
+    return np.load(folder / "x.npz")["arr_0"]
+
+
+def test_the_null_label_is_the_last_row_of_the_table_not_label_1000(tmp_path):
+    """facebookresearch/DiT#108, huggingface/diffusers#13616: with fewer classes, guidance used label 1,000."""
+    state = pixels(learn_sigma=True)
+    table = state[TABLE].clone()
+    table[3] += 1  # the null label alone
+    (guided, plain), (other, same) = (
+        [drawn(each, tmp_path, "diffusion_name=dit", *guidance) for guidance in (["guidance=cfg", "scale=2"], [])]
+        for each in (state, state | {TABLE: table}))
+    assert not np.array_equal(guided, other) and np.array_equal(plain, same)
+    with pytest.raises(SystemExit, match="asks for class 3, which is none of the 3"):
+        drawn(state, tmp_path, "diffusion_name=dit", "classes=[3]")
+
+
+@pytest.mark.parametrize("family", ["dit", "edm", "repa"])
+def test_channels_of_a_variance_are_there_or_not_whatever_the_family(family, tmp_path):
+    """huggingface/diffusers#13616: a DiT without channels for variances cannot be sampled."""
+    both = pixels(learn_sigma=True)
+    one = both | {key: both[key].unflatten(0, (4, 6))[:, :3].flatten(0, 1).contiguous()
+                  for key in ("final_layer.linear.weight", "final_layer.linear.bias")}
+    images = [drawn(state, tmp_path, f"diffusion_name={family}").astype(int) for state in (both, one)]
+    assert np.abs(images[0] - images[1]).max() <= 1 and images[0].std() > 1
+
+
+def test_positions_of_512_pixels_make_a_network_of_512_pixels(tmp_path):
+    """willisma/SiT#9: size mismatch for pos_embed, 1,024 tokens in the file and 256 in the network."""
+    assert drawn(pixels(input_size=16), tmp_path, "diffusion_name=sit").shape == (4, 16, 16, 3)
+    with pytest.raises(SystemExit, match="input_size=8 does not fit the weights .* which have 16"):
+        drawn(pixels(input_size=16), tmp_path, "diffusion_name=sit", "input_size=8")
+
+
+# ---- which network of a file ----------------------------------------------------------------------------------------
+
+RAW = fill(DiT(**TINY, learn_sigma=True)).state_dict()
+EMA = {key: value if key == "pos_embed" else value + 1 for key, value in RAW.items()}
+CHECKPOINTED = {re.sub(r"^blocks\.(\d)\.", r"blocks.\1._checkpoint_wrapped_module._orig_mod.", key): value
+                for key, value in RAW.items()}
+KNOWN_PAIR = {"model": RAW, "ema": EMA, "opt": {"state": {0: {"exp_avg": torch.ones(3)}}}}
+
+
+@pytest.mark.parametrize("content, weights, expected, says", [
+    (RAW, None, RAW, "Using its only weights, as dit"),
+    (KNOWN_PAIR, None, EMA, "Using weights=ema (not model), as dit"), (KNOWN_PAIR, "model", RAW, "weights=model"),
+    ({"model": {}, "ema": EMA, "args": DIT_ARGS}, None, EMA, "weights=ema"),
+    ({"model": RAW, "ema": {}}, None, RAW, "weights=model,"),
+    ({"model": RAW, "model_ema": EMA}, "model_ema", EMA, "weights=model_ema (not model)"),
+    ({"ema_0.99": RAW, "ema_0.9999": EMA}, "ema_0.9999", EMA, "weights=ema_0.9999"),
+    (under("ema_model.module.", EMA) | under("online_model.", RAW) | {"step": torch.tensor(3)}, "ema_model", EMA, ""),
+    ({"state_dict": under("net.", RAW), "epoch": 3}, None, RAW, "weights=state_dict.net"),
+    ({"module": RAW, "ds_version": "0.16.2"}, None, RAW, ""),  # DeepSpeed, stage 2 (Tencent-Hunyuan/HunyuanDiT#107)
+    ({"n_averaged": torch.tensor(7)} | under("module.", EMA), None, EMA, "Using its only weights"),
+    *((under(prefix, CHECKPOINTED), None, RAW, "") for prefix in (
+        "_orig_mod.module.", "model._orig_mod.", "model.module.", "module.module.", "net.",
+        "_fsdp_wrapped_module._orig_mod.", "diffusion.model.module.")),
+    *(({key: value.to(dtype) for key, value in RAW.items()}, None,
+       {key: value.to(dtype).float() for key, value in RAW.items()}, "")
+      for dtype in (torch.float16, torch.bfloat16, torch.float64)),
+])
+@pytest.mark.parametrize("is_new", [True, False], ids=["", "in the old format of torch"])
+def test_the_network_that_is_meant_is_read(content, weights, expected, says, is_new, tmp_path):
+    torch.save(content, tmp_path / "x.pt", _use_new_zipfile_serialization=is_new)
+    trained = load_trained(tmp_path / "x.pt", weights, "dit", num_heads=4)
+    assert all(torch.equal(trained.net.state_dict()[key], value) for key, value in expected.items())
+    assert says in trained.inferred
+
+
+@pytest.mark.parametrize("content, weights, says", [
+    ({"model": RAW, "model_ema": EMA}, None, "several networks: set weights=model or weights=model_ema"),
+    ({"model": RAW, "ema": EMA, "ema_0.99": RAW}, None, "several networks: set weights=model or weights=ema or"),
+    ({"state_dict": under("net.", RAW) | under("ema_net.", EMA)}, None, "weights=state_dict.net or weights=state_dict"),
+    ({"model": RAW, "ema": {"shadow_params": [*EMA.values()]}}, None, "its ema is no state dict.*set weights=model"),
+    ({"model": RAW, "ema": EMA}, "ema-0.5", "it has no weights=ema-0.5: set weights=model or weights=ema"),
+    ({"state_dict": RAW}, "ema", "it has no weights=ema: set weights=state_dict"),
+    (RAW, "model", "it has no weights=model: leave weights= out"),
+    ({"trainer": {"ema": EMA}}, None, "holds no DiT's state dict"), ([RAW], None, "holds no DiT's state dict"),
+    ({"state": {0: {"exp_avg": torch.ones(3, 3)}}, "param_groups": [{"lr": 1e-4}]}, None, "holds no DiT's state dict"),
+    ({key: value.to(torch.float8_e4m3fn) if value.ndim > 1 else value for key, value in RAW.items()}, None,
+     "tensors in float8_e4m3fn"),
+    ({key: value.to(torch.int8) for key, value in RAW.items()}, None, "tensors in int8"),
+    ({**RAW, "pos_embed": RAW["pos_embed"] / 0}, None, "not finite in 1 of .* tensors, pos_embed"),
+    # ByteDance-Seed/Bagel#160: a frozen part is missing in the average; the raw weights must not fill it up.
+    ({"model": RAW, "ema": without(EMA, "t_embedder")}, None, "do not fit their network.*t_embedder.mlp.0.weight"),
+    ({"model": RAW, "ema": without(EMA, "pos_embed")}, None, "no position embedding.*set input_size="),
+    # pytorch/pytorch#94575: a loader that is not strict ignores keys and samples another network.
+    (RAW | {"blocks.0.cross_attn.q.weight": torch.zeros(64, 64)}, None, "blocks.0.cross_attn.q.weight"),
+    (under("net.", RAW) | {"mean": torch.zeros(4)}, None, "do not fit their network.*mean"),
+    (under("net.", RAW) | {"net.blocks.0.attn.qkv.lora_A.weight": torch.zeros(2, 64)}, None, "lora_A"),
+    ({"module": {key: torch.empty(0) for key in RAW}}, None, "not a DiT's"),  # a rank's part of DeepSpeed, ZeRO-3
+    ({"ema": RAW, "args": argparse.Namespace(**vars(SIT_ARGS) | {"path_type": "GVP"})}, None,
+     "path_type=GVP, but only linear is supported"),
+    ({"ema": RAW, "args": argparse.Namespace(**vars(SIT_ARGS) | {"prediction": "score"})}, None,
+     "prediction=score, but only velocity"),
+    ({"ema": RAW, "config": {"transport": {"path_type": "VP"}}}, None, "path_type=VP"),
+])
+def test_what_could_be_read_in_two_ways_or_not_completely_is_refused(content, weights, says, tmp_path):
+    torch.save(content, tmp_path / "x.pt")
+    with pytest.raises(ValueError, match=says) as refused:
+        load_trained(tmp_path / "x.pt", weights, "dit", num_heads=4)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_folder_of_several_weights_files_asks_for_one(tmp_path):
+    for name in ("optimizer.bin", "model.safetensors"):
+        save_file(RAW, tmp_path / name)
+    with pytest.raises(ValueError, match="several weights files: name one of .*model.safetensors, .*optimizer.bin"):
+        load_trained(tmp_path)
+    (tmp_path / "optimizer.bin").unlink()
+    assert torch.equal(load_trained(tmp_path, diffusion="dit", num_heads=4).net.pos_embed, RAW["pos_embed"])
+
+
+def test_two_networks_of_a_file_are_two_sets_of_pictures(tmp_path):
+    state = pixels()
+    torch.save({"ema_0.9": state, "ema_0.99": {key: value * 1.1 for key, value in state.items()}}, tmp_path / "x.pt")
+    draw = [f"checkpoint={tmp_path}/x.pt", "num_heads=2", "cpu=true", "num_steps=1", "diffusion_name=edm", "seeds=0-1",
+            f"out={tmp_path}/out"]
+    run_command(sample.main, "sample.py", *draw, "weights=ema_0.9")
+    with pytest.raises(SystemExit, match="pictures of another set"):
+        run_command(sample.main, "sample.py", *draw, "weights=ema_0.99")
+
+
+POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 2697000000\n"
+
+
+@pytest.mark.parametrize("name", ["x.safetensors", "x.pt", "folder/model.safetensors", "ldm.ckpt",
+                                  "vae/diffusion_pytorch_model.safetensors"])
+def test_a_pointer_of_git_lfs_is_called_one(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_file(pixels(), "good.safetensors")
+    save_vae(tmp_path / "vae", scaling_factor=0.5)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(POINTER)
+    place = name.partition("/")[0]
+    settings = ([f"checkpoint={place}"] if place[0] in "xf" else
+                ["checkpoint=good.safetensors", "diffusion_name=edm", "num_heads=2", f"autoencoder={place}"])
+    with pytest.raises(SystemExit, match="pointer of Git LFS"):
+        run_command(sample.main, "sample.py", "cpu=true", *settings)
+
+
+# ---- diffusers' DiT -------------------------------------------------------------------------------------------------
+
+EMBEDDER = "transformer_blocks.1.norm1.emb.timestep_embedder.linear_1.weight"
+
+
+def to_diffusers(state: dict, depth: int = 3) -> dict:
+    renamed = {}
+    for ours, copies in diffusers_names(depth).items():
+        parts = state[ours].chunk(3) if ".qkv." in ours else [state[ours]] * len(copies)
+        renamed |= {name: part.clone() for name, part in zip(copies, parts, strict=True)}
+    return renamed
+
+
+def write_pipeline(folder, state: dict, prediction: str = "epsilon") -> None:
+    """Writes what diffusers' DiTPipeline saves, which has no position embedding among its weights."""
+    for name, content in {
+        "model_index.json": {"_class_name": "DiTPipeline"}, "vae/config.json": {"_class_name": "AutoencoderKL"},
+        "scheduler/scheduler_config.json": {"_class_name": "DDIMScheduler", "num_train_timesteps": 1000,
+                                            "prediction_type": prediction},
+        "transformer/config.json": {"_class_name": "DiTTransformer2DModel", "num_attention_heads": 4, "sample_size": 8,
+                                    "num_embeds_ada_norm": 10},
+    }.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(json.dumps(content))
+    save_file(state, folder / "transformer/diffusion_pytorch_model.safetensors")
+
+
+def test_diffusers_own_dit_is_read_with_and_without_its_pipeline(tmp_path):
+    write_pipeline(tmp_path / "whole", to_diffusers(RAW))
+    trained = load_trained(tmp_path / "whole")
+    assert trained.family == "dit" and trained.net.blocks[0].attn.num_heads == 4
+    assert trained.autoencoder == str(tmp_path / "whole/vae")
+    (tmp_path / "whole/transformer").rename(tmp_path / "alone")
+    with pytest.raises(ValueError, match="has no record"):
+        load_trained(tmp_path / "alone")
+    alone = [trained, load_trained(tmp_path / "alone", diffusion="dit")]
+    (tmp_path / "alone/config.json").unlink()
+    with pytest.raises(ValueError, match="no position embedding.*set input_size="):
+        load_trained(tmp_path / "alone", diffusion="dit", num_heads=4)
+    alone.append(load_trained(tmp_path / "alone", diffusion="dit", num_heads=4, input_size=8))
+    for each in alone:
+        assert all(torch.equal(each.net.state_dict()[key], value) for key, value in RAW.items())
+
+
+@pytest.mark.parametrize("changes, prediction, says", [
+    ({}, "v_prediction", "has no record"),
+    ({EMBEDDER: to_diffusers(RAW)[EMBEDDER] + 1}, "epsilon", f"{EMBEDDER} differs from transformer_blocks.0"),
+    ({"caption_projection.weight": torch.ones(1)}, "epsilon", "it has caption_projection.weight"),
+    ({"proj_out_1.bias": None}, "epsilon", "it lacks proj_out_1.bias")])
+def test_a_pipeline_that_is_no_dit_of_one_embedder_is_refused(changes, prediction, says, tmp_path):
+    state = {key: value for key, value in (to_diffusers(RAW) | changes).items() if value is not None}
+    write_pipeline(tmp_path, state, prediction)
+    with pytest.raises(ValueError, match=says):
+        load_trained(tmp_path)
+
+
+# ---- samplers -------------------------------------------------------------------------------------------------------
+
+
+def guidance_of(case: dict) -> Guidance | None:
+    return case["scale"] and Guidance(case["scale"], interval=case.get("interval"), channels=case.get("channels"))
+
+
+def sampled(diffusion: RF | DDPM, net: nn.Module, case: dict, solver: str, **settings):
+    return diffusion.sample(net, wave(case["shape"], 2, 1.4), torch.tensor(case["y"]), num_steps=case["num_steps"],
+                            solver=solver, guidance=guidance_of(case), randn_like=CountedNoise(), **settings)
+
+
+@pytest.mark.parametrize("family, case", [(family, case) for family, published in (("sit", SIT), ("repa", REPA))
+                                          for case in published["sde"]])
+def test_euler_maruyama_equals_sit_and_repa(family, case, tmp_path):
+    assert_equal(sampled(RF(), loaded(family, tmp_path).net, case, "euler_maruyama"), case["out"])
+
+
+@pytest.mark.parametrize("case", REPA["ode"], ids=names(REPA["ode"]))
+def test_euler_and_heun_equal_repa(case, tmp_path):
+    assert_equal(sampled(RF(), loaded("repa", tmp_path).net, case, case["solver"]), case["out"])
+
+
+@pytest.mark.parametrize("case", LIGHTNING["ode"], ids=names(LIGHTNING["ode"]))
+def test_shifted_steps_and_the_interval_equal_lightningdit(case, tmp_path):
+    # Their n points are n - 1 steps, their time is 1 - t, and a shift there is its inverse here.
+    start = case["cfg_interval_start"]
+    ours = case | {"num_steps": case["num_sampling_steps"] - 1, "interval": start and (0.0, 1 - start)}
+    z = sampled(RF(), loaded("lightning", tmp_path).net, ours, "euler", shift=1 / case["timestep_shift"])
+    assert_equal(z, case["out"])
+
+
+class NearNoise(nn.Module):
+    """Mostly the state itself, which is mostly noise, as a random network is far from predicting it."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.num_classes, self.in_channels, self.input_size = fill(DiT(**TINY, learn_sigma=True)), 10, 4, 8
+
+    def forward(self, x, t, y, routes=()):
+        return torch.cat([x, torch.zeros_like(x)], dim=1) + 0.1 * self.net(x, t, y)
+
+
+@pytest.mark.parametrize("case", DDPM_["ancestral"], ids=names(DDPM_["ancestral"]))
+def test_ancestral_sampling_equals_facebookresearch_dit(case):
+    assert_equal(sampled(DDPM(), NearNoise(), case, "ancestral"), case["out"])
+
+
+def test_the_steps_are_respaced_as_in_facebookresearch_dit():
+    seen = []
+
+    class Watch(NearNoise):
+        def forward(self, x, t, y, routes=()):
+            seen.append(int(t[0]))
+            return torch.zeros_like(torch.cat([x, x], dim=1))
+
+    for num_steps, steps in DDPM_["steps"].items():
+        seen.clear()
+        DDPM().sample(Watch(), torch.zeros(1, 4, 8, 8), torch.tensor([0]), num_steps=int(num_steps), solver="ancestral")
+        assert seen == steps[::-1]
+
+
+# ---- guidance on the first channels ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("diffusion", [RF(), EDM()], ids=["rf", "edm"])
+@torch.no_grad()
+def test_channels_beyond_those_guided_are_the_strong_passs_bit_for_bit(diffusion):
+    net, noise, y = fill(DiT(**TINY)), torch.randn(2, 4, 8, 8), torch.tensor([1, 2])
+    predict = diffusion.velocity if isinstance(diffusion, RF) else diffusion.denoise
+    three, all_, none = (guidance.guide(predict, net, noise, y, 4)(noise, 0.5, 0)
+                         for guidance in (Guidance(3, channels=3), Guidance(3), Guidance(3, interval=(0.8, 0.9))))
+    assert torch.equal(three[:, :3], all_[:, :3]) and torch.allclose(three[:, 3], none[:, 3], atol=1e-6)
+    assert not torch.allclose(all_[:, 3], none[:, 3], atol=1e-2)
+    assert torch.equal(Guidance(3, channels=4).guide(predict, net, noise, y, 4)(noise, 0.5, 0), all_)
+
+
+# ---- mistakes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call, says", [
+    (lambda: DDPM().sample(None, None, None, solver="euler"), "neither heun nor ancestral"),
+    (lambda: DDPM().sample(fill(DiT(**TINY)), torch.zeros(1, 4, 8, 8), torch.tensor([0]), 2, solver="ancestral"),
+     "set sampler.solver=heun"),
+    (lambda: sampler_settings(RF(), {"solver": "euler_maruyama", "rho": 2.0}),
+     "RF with solver=euler_maruyama has no such setting; it has solver, shift"),
+])
+def test_what_does_not_fit_raises_a_one_line_error(call, says):
+    with pytest.raises(ValueError, match=says):
+        call()
+
+
+# ---- commands -------------------------------------------------------------------------------------------------------
+
+def pixel_weights(folder) -> list[str]:
+    torch.save({"ema": pixels(learn_sigma=True)}, folder / "weights.pt")
+    return [f"checkpoint={folder}/weights.pt", "num_heads=2", "cpu=true", "num_steps=4"]
+
+
+@pytest.mark.parametrize("family, solver", [("sit", "euler_maruyama"), ("dit", "ancestral")])
+def test_an_image_of_a_stochastic_sampler_is_a_function_of_its_seed(family, solver, tmp_path):
+    given = [*pixel_weights(tmp_path), f"diffusion_name={family}", f"sampler.solver={solver}",
+             "classes=[1]"]
+    for name, seeds, batch_size in (("together", "4-7", 4), ("alone", "6", 1), ("others", "5,6", 2)):
+        seeds = f"[{seeds}]" if "," in seeds else seeds
+        run_command(sample.main, "sample.py", *given, f"seeds={seeds}", f"batch_size={batch_size}",
+                    f"out={tmp_path}/{name}.npz")
+    together, alone, others = (np.load(tmp_path / f"{name}.npz")["arr_0"].astype(int)
+                               for name in ("together", "alone", "others"))
+    assert np.abs(together[2] - alone[0]).max() <= 1 and np.abs(together[1:3] - others).max() <= 1
+    assert np.abs(together[0] - together[1]).max() > 10
+
+
+def test_a_score_says_whose_weights_which_solver_and_which_channels(tmp_path):
+    np.savez(tmp_path / "ref.npz", arr_0=np.random.default_rng(0).integers(0, 256, (20, 8, 8, 3), dtype=np.uint8))
+    given = [*pixel_weights(tmp_path), "num_samples=4", "features=pixels",
+             f"reference={tmp_path}/ref.npz", f"results={tmp_path}/r.jsonl"]
+    run_command(fid.main, "fid.py", *given, "diffusion_name=sit", "sampler.solver=euler_maruyama", "guidance=cfg",
+                "channels=2")
+    run_command(fid.main, "fid.py", *given, "diffusion_name=dit", "sampler.solver=ancestral")
+    sit, dit = (json.loads(line)["source"] for line in (tmp_path / "r.jsonl").read_text().splitlines())
+    assert sit["guidance"]["channels"] == 2 and dit["guidance"] is None
+    expected = [("sit", "RF", {"solver": "euler_maruyama"}, 8), ("dit", "DDPM", {"solver": "ancestral"}, 4)]
+    assert [tuple(source[key] for key in ("family", "diffusion", "sampler", "evaluations"))
+            for source in (sit, dit)] == expected

@@ -1,0 +1,149 @@
+"""One door opens a run, a checkpoint, a repository of the Hugging Face Hub, or other people's file or folder."""
+
+import json
+import shutil
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+from conftest import run_command
+from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
+from training_runs import write_run
+
+import sample
+from runtime import files
+from weights import checkpoint as checkpoints
+from weights.loading import find_by_hash, find_checkpoint, load_trained
+
+NETWORK = dict(input_size=4, patch_size=2, in_channels=3, hidden_size=8, depth=2, num_heads=2, num_classes=3)
+STEP = Path("run/checkpoints/step-00000002")
+TRAINING = Path(*STEP.parts[1:]) / "training.safetensors"
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    """A folder with a run of two checkpoints, its weights alone, and an empty cache of the Hub without a network."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    write_run(Path("run"), NETWORK, 1), write_run(Path("run"), NETWORK, 2)
+    Path("alone").mkdir()
+    shutil.copy(STEP / "ema.safetensors", "alone/x.safetensors")
+    return tmp_path
+
+
+def cached(repo: str, folder: Path) -> Path:
+    """Puts a folder into the Hub's cache as a download does, with links to blobs; returns its snapshot."""
+    place = Path("cache") / f"models--{repo.replace('/', '--')}"
+    for name in ("refs", "blobs", "snapshots/0123abcd"):
+        (place / name).mkdir(parents=True)
+    (place / "refs/main").write_text("0123abcd")
+    for file in folder.iterdir():
+        blob = shutil.copy(file, place / "blobs" / f"{file.name}-blob")
+        (place / "snapshots/0123abcd" / file.name).symlink_to(Path("../../blobs") / blob.name)
+    return place / "snapshots/0123abcd"
+
+
+# ---- local paths ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path, weights, file", [
+    ("run", None, STEP / "ema.safetensors"), ("run", "model", STEP / "model.safetensors"),
+    (STEP, None, STEP / "ema.safetensors"), (STEP / "model.safetensors", None, STEP / "model.safetensors"),
+    (STEP / "model.safetensors", "model", STEP / "model.safetensors"),
+    ("run/checkpoints/step-00000001", "model", Path("run/checkpoints/step-00000001/model.safetensors")),
+    ("alone", None, Path("alone/x.safetensors")), ("alone/x.safetensors", "ema_0.99", Path("alone/x.safetensors")),
+])
+def test_each_kind_of_path_names_one_file(path, weights, file, here, monkeypatch):
+    hashed = []
+    monkeypatch.setattr(checkpoints, "sha256", lambda path: hashed.append(path) or files.sha256(path))
+    checkpoint = find_checkpoint(path, weights)
+    assert checkpoint.file == file and (checkpoint.run == Path("run")) == ("run" in str(file))
+    monkeypatch.setattr(files, "sha256", lambda path: hashed.append(path) or path.name)
+    assert [checkpoint.sha256 for _ in range(2)] and hashed == [file], "a file is hashed once"
+
+
+@pytest.mark.parametrize("path, weights, says", [
+    ("nowhere", None, "no run, checkpoint folder or weights file at nowhere"), ("", "best", "weights=best is neither"),
+    ("run", "ema-0.5", "step-00000002 holds no ema-0.5.safetensors: set weights= to one of ema, model"),
+    ("average", None, "average holds no ema.safetensors: set weights= to one of ema-0.99"),
+    (STEP / "model.safetensors", "ema", "holds weights=model, not weights=ema"),
+    (STEP / "ema.pt", None, "holds no ema.pt: set weights= to one of ema, model"),
+    ("empty", None, "The run empty has saved no checkpoint yet"), ("damaged", None, "is damaged.*ema.safetensors is"),
+    ("run/nowhere", None, "As run is here, run/nowhere is not looked up on the .* Hub: run `hf download run/nowhere "),
+    ("a/b/c", None, "weights file at a/b/c"), ("./a/b", None, r"weights file at \./a/b"),
+    ("a/b.pt", None, "weights file at a/b.pt"), ("me/x", None, "There is no me/x here, and meta.json and "
+     "ema.safetensors of me/x could not be downloaded .*`hf download me/x meta.json ema.safetensors --local-dir x`"),
+])
+def test_what_is_not_there_is_a_line_with_what_to_type(path, weights, says, here):
+    checkpoints.save(Path("average"), {"ema-0.99": {"a": torch.ones(1)}, "training": {}}, {"step": 3})
+    Path("empty/checkpoints").mkdir(parents=True)
+    shutil.copytree(STEP, "damaged")
+    Path("damaged/ema.safetensors").write_bytes(b"")
+    (STEP / "ema.pt").touch()
+    with pytest.raises(ValueError, match=says) as refused:
+        find_checkpoint(path or "run", weights)
+    assert "\n" not in str(refused.value)
+
+
+def test_weights_are_found_by_their_hash_in_an_older_checkpoint_and_under_another_name(here):
+    older = find_checkpoint("run/checkpoints/step-00000001")
+    assert find_by_hash(["nowhere", "alone", "run"], older.sha256) == older
+    assert find_by_hash(["alone"], find_checkpoint("run").sha256).file == Path("alone/x.safetensors")
+    assert find_by_hash(["run"], "0") is None
+
+
+# ---- the Hugging Face Hub -------------------------------------------------------------------------------------------
+
+
+def test_an_uploaded_checkpoint_is_read_from_the_hub_by_its_name(here, monkeypatch):
+    """Of any other file, such as a pickle, not even the name is asked for."""
+    snapshot = cached("me/x", STEP)
+    download, asked = huggingface_hub.hf_hub_download, []
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download",
+                        lambda repo, name, **given: asked.append((repo, name)) or download(repo, name, **given))
+    trained, local = load_trained("me/x"), load_trained("run")
+    assert trained.checkpoint.folder.samefile(snapshot) and trained.checkpoint.run is None and trained.step == 2
+    assert trained.checkpoint.sha256 == local.checkpoint.sha256 and asked == [("me/x", "meta.json"),
+                                                                              ("me/x", "ema.safetensors")]
+    assert all(torch.equal(trained.net.state_dict()[key], value) for key, value in local.net.state_dict().items())
+    before = sorted(snapshot.rglob("*"))
+    for _ in range(2):  # what the first one writes does not hide the repository
+        run_command(sample.main, "sample.py", "checkpoint=me/x", "seeds=0", "num_steps=1", "cpu=true", "overwrite=true")
+    assert [path.name for path in here.glob("*.png")] == ["x-num_steps1-seeds0.png"]
+    assert sorted(snapshot.rglob("*")) == before
+
+
+def test_a_local_path_comes_before_the_hub(here):
+    cached("me/x", Path("run/checkpoints/step-00000001"))
+    shutil.copytree("run", "me/x")
+    assert load_trained("me/x").step == 2
+
+
+@pytest.mark.parametrize("spoil, says", [
+    (lambda folder: (folder / "meta.json").unlink(), "meta.json and ema.safetensors of me/x could not be downloaded"),
+    (lambda folder: (folder / "ema.safetensors").write_bytes(b"x"), "size or SHA-256 differs"),
+    (lambda folder: checkpoints.write_meta(folder, checkpoints.read_meta(folder) | {
+        "files": {"../../../../../secret": {"bytes": 4, "sha256": ""}}}), "which is not a file of the folder"),
+    (lambda folder: (folder / "meta.json").write_text(json.dumps({"files": {}, "step": 2})), "holds no ema.safetensors"),
+])
+def test_a_repository_that_is_not_a_complete_checkpoint_is_refused(spoil, says, here):
+    Path("secret").write_text("mine")
+    shutil.copytree(STEP, "spoilt")
+    spoil(Path("spoilt"))
+    cached("me/x", Path("spoilt"))
+    with pytest.raises(ValueError, match=says):
+        find_checkpoint("me/x")
+
+
+def test_half_precision_is_made_as_on_the_page_of_the_example(here):
+    page = (Path(__file__).parents[2] / "examples/emoji/README.md").read_text(encoding="utf-8")
+    lines = page.partition("```python\n")[2].partition("```")[0]
+    exec(lines.replace("runs/emoji_example", "run"), {})
+    trained = load_trained("emoji")
+    assert trained.step == 2 and {value.dtype for value in load_file("emoji/ema.safetensors").values()} == {
+        torch.float16}
+    for key, value in load_trained("run").net.state_dict().items():
+        assert torch.equal(trained.net.state_dict()[key], value.half().float())
