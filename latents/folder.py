@@ -1,27 +1,30 @@
-"""Opens, checks and reads latent folders and TREAD's webdataset tars by index.
+"""Opens, checks and reads latent folders by index.
 
 Files are memory-mapped and never read completely, unless all latents are copied to a device. Memory per image is 4
-bytes for the epoch's permutation, 1 for the choice of mirrored copies, 1 or 2 for the label and, in tars, 8 for the
-offset.
+bytes for the epoch's permutation, 1 for the choice of mirrored copies, and 1 or 2 for the label.
 """
 
 import hashlib
 import json
 import math
+import os
 import resource
 import warnings
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import torch
 from pydantic import Field
+from tqdm import tqdm
 
 from autoencoder import SD_VAE_SCALE, Convention
 from latents.listing import spread
-from runtime.files import NPY_ERRORS, is_inside, refuse_pointer
+from runtime.files import NPY_ERRORS, is_inside, refuse_pointer, sha256
 from runtime.schema import (
     Classes,
     ConventionRecord,
@@ -66,18 +69,18 @@ class Latents:
     """A data set, which reads latents and labels by index. `open_latents` opens one.
 
     `shape` is (C, h, w) of one latent. If `kind` is "moments", stored rows have 2C channels [mean, std].
-    `fingerprint` identifies the content independently of its path, so a moved folder is still the same data set.
+    `fingerprint` identifies the content independently of its path, so a moved folder is still the same data set. It
+    covers the hashes in metadata.json, all labels, and a few hundred latents, which are all that an old folder has.
     `display_names` are class names for people; by default they equal `class_names`.
     `classes` lists the labels that occur, in order. There may be fewer of them than `num_classes`.
     """
 
     where: str                                  # a name for messages
-    files: list[Path]                           # plain shards, then mirrored ones; or tars
-    shards: list[Any]                           # the latents of each file, indexed by row
+    files: list[Path]                           # plain shards, then mirrored ones
+    shards: list[np.ndarray]                    # the latents of each file
     starts: np.ndarray                          # index of each shard's first image, and the count at the end
     labels: np.ndarray                          # (count,)
     stored_shape: tuple[int, int, int]          # of one latent on disk
-    stored_dtype: np.dtype
     kind: str                                   # one of KINDS
     mirrored: bool
     num_classes: int
@@ -86,17 +89,18 @@ class Latents:
     convention: Convention                      # turns the autoencoder's latents into the network's
     display_names: list[str] | None = None
     arrays: dict[str, Array] = field(default_factory=dict)  # keyed by the names that objectives use
+    hashes: list[str] = field(default_factory=list)         # SHA-256 of each file that metadata.json has one for
 
     def __post_init__(self):
         self.display_names = self.display_names or self.class_names
         self.count, self.classes = len(self.labels), np.unique(self.labels).tolist()
         self.shape = (self.stored_shape[0] // (2 if self.kind == "moments" else 1), *self.stored_shape[1:])
         record = [[(file.name, file.stat().st_size) for file in self.files], self.count, self.shape,
-                  str(self.stored_dtype), self.kind, self.mirrored, self.num_classes, self.class_names,
-                  self.autoencoder, *self.convention.record().values()]
+                  "float16", self.kind, self.mirrored, self.num_classes, self.class_names, self.autoencoder,
+                  *self.convention.record().values(), *self.hashes]
         content = hashlib.sha256(json.dumps(record).encode())
         content.update(self.labels)
-        content.update(self._read_stored(*self.probe()))
+        content.update(self.read(*self.probe())[0])
         for name, rows in sorted(self.rows_of(self.arrays, *self.probe()).items()):
             content.update(name.encode() + rows.tobytes())
         self.fingerprint = content.hexdigest()[:32]
@@ -106,7 +110,11 @@ class Latents:
 
         Where `mirror` (B,) bool is True, the latent of the flipped image is returned.
         """
-        return self._read_stored(indices, mirror), self.labels[indices].astype(np.int64)
+        assert len(indices) and 0 <= indices.min() and indices.max() < self.count
+        assert mirror is None or self.mirrored or not mirror.any()
+        stored = np.empty((len(indices), *self.stored_shape), np.float16)
+        self._fill(stored, self.shards, indices, mirror)
+        return stored, self.labels[indices].astype(np.int64)
 
     def rows_of(
         self, names: Iterable[str], indices: np.ndarray, mirror: np.ndarray | None = None,
@@ -152,8 +160,7 @@ class Latents:
             is_copy = mirror is not None and bool(mirror[first])
             file = self.files[shard + is_copy * (len(self.starts) - 1)]
             if name != "latents":  # an array's files are named after the latents' and have the same rows
-                own = "_mirrored" if is_copy and self.arrays[name].mirror == "files" else ""
-                name += own
+                name += "_mirrored" if is_copy and self.arrays[name].mirror == "files" else ""
                 file = file.with_name(self.files[shard].name.replace("latents-", f"{name}-"))
             return f"{file}, row {indices[first] - self.starts[shard]} (image {indices[first]} of the data set)"
         return None
@@ -176,13 +183,6 @@ class Latents:
         indices = spread(self.count, NUM_PROBED)
         return indices, np.arange(len(indices)) % 2 == 1 if self.mirrored else None
 
-    def _read_stored(self, indices: np.ndarray, mirror: np.ndarray | None = None) -> np.ndarray:
-        assert len(indices) and 0 <= indices.min() and indices.max() < self.count
-        assert mirror is None or self.mirrored or not mirror.any()
-        rows = np.empty((len(indices), *self.stored_shape), self.stored_dtype)
-        self._fill(rows, self.shards, indices, mirror)
-        return rows
-
     def _fill(
         self, rows: np.ndarray, shards: Sequence, indices: np.ndarray, mirror: np.ndarray | None = None,
     ) -> None:
@@ -196,20 +196,19 @@ class Latents:
             rows[i] = shards[s][r]
 
 
-def open_latents(path: str | Path) -> Latents:
-    """Opens a latent folder (docs/data.md); raises ValueError for data that is missing, damaged or wrongly scaled."""
+def open_latents(path: str | Path, verify: bool = False) -> Latents:
+    """Opens a latent folder (docs/data.md); raises ValueError for data that is missing, damaged or wrongly scaled.
+
+    With `verify` all files are compared with the hashes in metadata.json, else only those that are newer than it.
+    """
     path = Path(path)
-    if (path / "metadata.json").is_file():
-        latents = _open_folder(path)
-    elif (path / "preparing.json").exists() or any(path.glob("latents-*.npy")):
-        raise ValueError(f"{path}: preparation has not finished; rerun the same command to resume it.")
-    else:
-        problem, source, out = f"There is no data set at {path}.", "source=<images>", path
-        if path.is_dir():
-            problem = f"{path} holds neither metadata.json, which marks a latent folder, nor .tar files."
-            source, out = f"source={path}", Path("data") / path.name
-        raise ValueError(f"{problem} Prepare one with `python scripts/prepare_latents.py {source} "
-                         f"out={out}`, or try the built-in shapes with `bash scripts/quickstart.sh`.")
+    if not (path / "metadata.json").is_file():
+        if (path / "preparing.json").exists() or any(path.glob("latents-*.npy")):
+            raise ValueError(f"{path}: preparation has not finished; rerun the same command to resume it.")
+        raise ValueError(f"{path} holds no metadata.json, which marks a latent folder. Prepare one with `python "
+                         f"scripts/prepare_latents.py source=<images> out=<folder>`, or try the built-in shapes with "
+                         f"`bash scripts/quickstart.sh`.")
+    latents = _open_folder(path, verify)
     _check_values(latents)
     return latents
 
@@ -224,6 +223,7 @@ class Shard(Record):
     labels: str
     mirrored: str | None = None
     count: NonNegativeInt
+    sha256: dict[str, Text] = {}  # by file name; absent in older folders
 
 
 class ArrayRecord(Record):
@@ -256,60 +256,73 @@ class Metadata(ConventionRecord):
     arrays: dict[str, ArrayRecord] = {}
 
 
-def own_file(folder: Path, name: str) -> Path:
-    """Returns the path of a file in a latent folder. Raises ValueError if its name or a link leads outside."""
-    file = folder / name
-    if Path(name).name != name or not is_inside(file, folder):
-        raise ValueError(f"{folder / 'metadata.json'} names {name!r}, which is not a plain file in that folder: "
+def file_of(folder: Path, shard: Shard, name: str) -> Path:
+    """Returns the path of a shard's file for a name in `row_types`. Raises ValueError if it lies outside the folder."""
+    # The record names only the files of latents, labels and mirrored.
+    named = {"labels": shard.labels, "mirrored": shard.mirrored}
+    file = named.get(name) or shard.latents.replace("latents-", f"{name}-")
+    if Path(file).name != file or not is_inside(folder / file, folder):
+        raise ValueError(f"{folder / 'metadata.json'} names {file!r}, which is not a plain file in that folder: "
                          f"copy the file there, as hf download --local-dir does, and name it without a path.")
-    return file
+    return folder / file
 
 
-def map_npy(file: Path, shapes: list[tuple[int, ...]], dtypes: list[str]) -> np.ndarray:
-    """Maps an npy file. Raises ValueError if it is damaged, or has none of the allowed shapes and types."""
+def map_npy(file: Path, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """Maps an npy file. Raises ValueError if it is damaged, or has another shape or type."""
     refuse_pointer(file)
     try:
         array = np.lib.format.open_memmap(file, mode="r")
+        if more := file.stat().st_size - array.offset - array.nbytes:  # numpy would ignore them
+            raise ValueError(f"it has {more} bytes more than its header says")
     except NPY_ERRORS as error:  # not an npy file, truncated, or an array of pickled Python objects
         raise ValueError(f"{file} is not a complete npy file of numbers ({first_line(error)}): copy the folder "
                          f"again, or delete it and prepare it again.") from error
-    if array.shape not in shapes or array.dtype not in dtypes:
-        allowed = f"{' or '.join(dtypes)} {' or '.join(map(str, shapes))}"
-        raise ValueError(f"{file} has {array.dtype} {array.shape}, but metadata.json says {allowed}: they come from "
-                         f"different preparations.")
+    if array.shape != shape or array.dtype != dtype:
+        raise ValueError(f"{file} has {array.dtype} {array.shape}, but metadata.json says {dtype} {shape}: they come "
+                         f"from different preparations.")
     return np.asarray(array)  # indexing a memmap is slower
 
 
-def _open_folder(folder: Path) -> Latents:
-    file = folder / "metadata.json"
-    meta = read_record(Metadata, file, "docs/data.md has the format, and scripts/prepare_latents.py writes it.")
+def _open_folder(folder: Path, verify: bool) -> Latents:
+    record = folder / "metadata.json"
+    meta = read_record(Metadata, record, "docs/data.md has the format, and scripts/prepare_latents.py writes it.")
     counts = [shard.count for shard in meta.shards]
-    for key, known, found in (("class_names", meta.num_classes, meta.class_names and len(meta.class_names)),
-                              ("display_names", meta.num_classes, meta.display_names and len(meta.display_names)),
-                              ("shards", meta.count, sum(counts))):
-        if found not in (None, known):
-            raise ValueError(f"{file} says {known}, but its {key} have {found}.")
+    for key, expected, counted in (("class_names", meta.num_classes, meta.class_names and len(meta.class_names)),
+                                   ("display_names", meta.num_classes, meta.display_names and len(meta.display_names)),
+                                   ("shards", meta.count, sum(counts))):
+        if counted not in (None, expected):
+            raise ValueError(f"{record} says {expected}, but its {key} have {counted}.")
+    if any(folder.glob("masks-*.npy")):
+        raise ValueError(f"{folder} holds masks-*.npy, weights of the loss, which train.py does not read: move them "
+                         f"away, or weight the loss in a trainer of your own (docs/trainers.md).")
     try:
         convention = Convention.read(meta.model_dump())
         convention.require(meta.shape[0], "its record")
     except ValueError as error:
-        raise ValueError(f"{file}: {error}") from None
+        raise ValueError(f"{record}: {error}") from None
 
     stored_shape = (meta.shape[0] * (2 if meta.kind == "moments" else 1), *meta.shape[1:])
     types = row_types(meta.model_dump(), stored_shape)
     allow_open_files(len(meta.shards) * (len(types) + 1))
-    maps = {name: _map_shards(folder, meta, name, [shape], [dtype]) for name, (shape, dtype) in types.items()}
-    for shard, own in zip(meta.shards, maps["labels"], strict=True):
-        check_labels(own, meta.num_classes, folder / shard.labels, 'correct the labels or "num_classes" in the record')
-    arrays = {name: Array(maps[name] + maps.get(f"{name}_mirrored", []), record.mirror)
-              for name, record in meta.arrays.items()}
+    files = {name: [file_of(folder, shard, name) for shard in meta.shards] for name in types}
+    maps = {name: [map_npy(file, (shard.count, *shape), dtype)
+                   for file, shard in zip(files[name], meta.shards, strict=True)]
+            for name, (shape, dtype) in types.items()}
+    for file, labels in zip(files["labels"], maps["labels"], strict=True):
+        check_labels(labels, meta.num_classes, file, 'correct the labels or "num_classes" in the record')
+    pairs = [pair for paths in files.values() for pair in zip(paths, meta.shards, strict=True)]
+    if len({file for file, _ in pairs}) < len(pairs):
+        raise ValueError(f"{record} names a file for two shards: write it again.")
+    hashes = {file: shard.sha256[file.name] for file, shard in pairs if file.name in shard.sha256}
+    check_hashes(record, hashes, verify)
     return Latents(where=str(folder), starts=np.concatenate([[0], np.cumsum(counts)]),
-                   files=[own_file(folder, _file_of(shard, part)) for part in ("latents", "mirrored") if part in maps
-                          for shard in meta.shards],
-                   shards=maps["latents"] + maps.get("mirrored", []), arrays=arrays,
+                   files=files["latents"] + files.get("mirrored", []),
+                   shards=maps["latents"] + maps.get("mirrored", []),
+                   arrays={name: Array(maps[name] + maps.get(f"{name}_mirrored", []), array.mirror)
+                           for name, array in meta.arrays.items()},
                    labels=np.concatenate(maps["labels"], dtype=np.min_scalar_type(meta.num_classes - 1),
                                          casting="unsafe"),
-                   stored_shape=stored_shape, stored_dtype=np.dtype("<f2"), convention=convention,
+                   stored_shape=stored_shape, convention=convention, hashes=[*hashes.values()],
                    **meta.model_dump(include={"kind", "mirrored", "num_classes", "class_names", "display_names",
                                               "autoencoder"}))
 
@@ -326,18 +339,27 @@ def row_types(metadata: dict, row_shape: tuple[int, ...]) -> dict[str, tuple[tup
     return types
 
 
-def _file_of(shard: Shard, name: str) -> str:
-    """Returns a shard's file name for `name`. The record holds only those of latents, labels and mirrored."""
-    recorded = shard.model_dump(include={"latents", "labels", "mirrored"}).get(name)
-    return recorded or shard.latents.replace("latents-", f"{name}-")
-
-
-def _map_shards(folder: Path, meta: Metadata, name: str, shapes: list, dtypes: list[str]) -> list[np.ndarray]:
-    return [map_npy(own_file(folder, _file_of(shard, name)), [(shard.count, *shape) for shape in shapes], dtypes)
-            for shard in meta.shards]
-
-
 # ---- checks ---------------------------------------------------------------------------------------------------------
+
+
+def check_hashes(record: Path, hashes: dict[Path, str], verify: bool) -> None:
+    """Raises ValueError if a file does not have its hash in `record`, the folder's metadata.json.
+
+    The record is written last, so a newer file has been changed or copied since, and is read completely. If all are
+    right, the record gets the time of the newest, so that the next start is quick. `verify` reads all files.
+    """
+    written, times = record.stat().st_mtime_ns, {file: file.stat().st_mtime_ns for file in hashes}
+    files = [file for file in hashes if verify or times[file] > written]
+    with ThreadPoolExecutor() as pool:
+        for file, digest in zip(files, tqdm(pool.map(sha256, files), "comparing with metadata.json", len(files),
+                                            unit=" files", delay=2), strict=True):
+            if digest != hashes[file]:
+                raise ValueError(f"{file} is not as it was written (SHA-256 {digest[:8]}…, in metadata.json "
+                                 f"{hashes[file][:8]}…): copy it or prepare the folder again. If the change is yours, "
+                                 f'remove "sha256" from that shard in metadata.json.')
+    if (newest := max(times.values(), default=0)) > written:
+        with suppress(OSError):  # another user's folder, or a disk that can only be read
+            os.utime(record, ns=(newest, newest))
 
 
 def check_labels(labels: np.ndarray, num_classes: int, where: str | Path, remedy: str) -> None:
@@ -352,23 +374,15 @@ def check_labels(labels: np.ndarray, num_classes: int, where: str | Path, remedy
                          f"0..{num_classes - 1}: {remedy}.")
 
 
-def check_kind(stored: np.ndarray, kind: str, where: str, log_scale: float | None, remedy: str) -> None:
-    """Raises ValueError if the second half of the channels of `stored` (n, C, h, w) contradicts `kind`.
-
-    `log_scale` is the scale of moments that were converted from log-variances, and None for all others.
-    """
+def check_kind(stored: np.ndarray, kind: str, where: str, remedy: str) -> None:
+    """Raises ValueError, ending in `remedy`, if the second half of `stored`'s channels contradicts `kind`."""
     second = stored[:, stored.shape[1] // 2 :]
     half = f"{where}: the second half of the channels"
-    if kind == "sample":
-        if stored.shape[1] % 2 == 0 and second.max() < 0:
-            raise ValueError(f"{half} is always negative, so these look like [mean, log-variance], not samples: "
-                             f"{remedy}")
-    elif second.min() < 0:
+    if kind == "sample" and stored.shape[1] % 2 == 0 and second.max() < 0:
+        raise ValueError(f"{half} is always negative, so these look like [mean, log-variance], not samples: {remedy}")
+    if kind == "moments" and second.min() < 0:
         raise ValueError(f"{half} reaches {second.min():.3g}, but a standard deviation is never negative, so these "
                          f"look like [mean, logvar]: {remedy}")
-    elif log_scale is not None and second.min() >= 0.99 * log_scale:  # log-variance >= 0, up to float16 rounding
-        raise ValueError(f"{half} is never below 0, so it looks like standard deviations, but log-variances are "
-                         "expected here: write 2 * log(std) instead.")
 
 
 def _check_values(latents: Latents) -> None:
@@ -380,9 +394,8 @@ def _check_values(latents: Latents) -> None:
     if not finite.all():
         raise ValueError(f"{where}: {(~finite).sum()} hold NaN or infinity, such as image {indices[~finite][0]}. "
                          "Prepare them again; an autoencoder in half precision is the usual cause.")
-    check_kind(stored, latents.kind, where, None,
-               'a latent folder needs [mean, exp(logvar / 2)] * scale and "kind": '
-               '"moments".')
+    check_kind(stored, latents.kind, where,
+               'a latent folder needs [mean, exp(logvar / 2)] * scale and "kind": "moments".')
     mean, std = np.split(stored, 2, axis=1) if latents.kind == "moments" else (stored, np.zeros(1))
     if latents.autoencoder == "identity":
         low, high = mean.min(), mean.max()

@@ -1,21 +1,18 @@
-"""The formats in which other code stores latents: how to recognise and read each, and what its values mean.
+"""The formats in which other code stores latents: how to read each, and what its values mean.
 
-`recognize` finds the format of a source and `open_stored` opens it. docs/interop.md lists the formats. Nothing is
-unpickled.
+`open_stored` opens a source, and `describe_formats` lists what `format=` could be. docs/interop.md describes the
+formats. Nothing is unpickled.
 """
 
 import itertools
 import math
-import os
-import posixpath
 import re
 import warnings
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from io import BytesIO
 from pathlib import Path
 
@@ -24,8 +21,7 @@ import torch
 
 from autoencoder import SD_VAE_SCALE, Convention
 from latents.decoding import UnreadableImage
-from latents.listing import TAR_SUFFIX, Listing, find_tars, list_folder, list_zip, tar_members
-from latents.tars import read_tar, refuse_two_splits
+from latents.listing import Listing, find_tars, list_folder, list_tars, list_zip, tar_members
 from runtime.files import NPY_ERRORS, is_pointer, parse_json, refuse_pointer
 from runtime.schema import first_line
 from weights.autoencoders import STATISTICS, own_convention, read_statistics
@@ -50,7 +46,6 @@ class Form:
 
 EDM2 = Convention(0.5, latents_mean=(5.81, 3.25, 0.12, -2.15), latents_std=(4.17, 4.62, 3.71, 3.28), pixels=(0, 1))
 FORMS = {
-    "maskdit": Form("MaskDiT's lmdb", "moments", "sd_vae_ema", "Stable Diffusion's VAE", 8, 8, log_variance=True),
     "tread": Form("CompVis TREAD's tars", "sample", "sd_vae_ema", "stabilityai/sd-vae-ft-ema", 8, scaled=True),
     "lightningdit": Form("LightningDiT's safetensors", "sample", "none", "LightningDiT's VA-VAE", 16),
     "repa": Form("REPA's vae-sd", "moments", "sd_vae_mse", "stabilityai/sd-vae-ft-mse", 8, 8),
@@ -79,22 +74,99 @@ def convert(form: Form, values: torch.Tensor) -> torch.Tensor:
     return torch.cat([values[:, : len(mean)] * scale - mean * scale, values[:, len(mean) :] * scale], dim=1).half()
 
 
+LISTED = ("img-mean-std-*.npy", "*/img-mean-std-*.npy", "vae-sd/*/img-mean-std-*.npy")
+NAMES = {  # patterns of the names of each format's files, and what decides for it or must be set with it
+    "tread": (("*.latent.npy", "*.latent"), "with kind=sample (scaled latents; for unscaled ones scale=0.18215 too) or "
+              "kind=moments ([mean, log-variance])"),
+    "lightningdit": (("*.safetensors",), "for VA-VAE's latents and their latents_stats.pt, with latent_norm=false for "
+                     "an SD-VAE's"),
+    "repa": (LISTED, "if REPA, SiT-REPA or Sprint encoded them (VAE input in -1..1)"),
+    "edm2": (LISTED, "if EDM2's dataset_tool.py did (VAE input in 0..1)"),
+    "srdit": (("img-latents-*.npy", "*/img-latents-*.npy", "vae-in/*/img-latents-*.npy"), "for REPA-E's e2e-invae"),
+    "fastdit": (("*_features/*.npy",), "for scaled latents, with scale=0.18215 for unscaled ones"),
+}
+
+
+def find_formats(source: str) -> list[str]:
+    """Lists the formats that write files of such names as a source has."""
+    path, tars = Path(source), [tar for tar in find_tars(source) if tar.suffix == ".tar"]
+    if tars:
+        names = [member.name for member in itertools.islice(tar_members(tars[0]), 8)]
+    else:
+        names = list_zip(path).names if path.is_file() and zipfile.is_zipfile(path) else []
+    return [format for format, (patterns, _) in NAMES.items() if any(
+        any(path.glob(pattern)) if path.is_dir() and not tars else any(fnmatch(name, pattern) for name in names)
+        for pattern in patterns)]
+
+
+def describe_formats(source: str) -> str:
+    """Returns a sentence with the formats that fit a source's files, and what must be typed for each."""
+    if (Path(source) / "metadata.json").is_file():
+        return f"source={source} is a latent folder already: train on it with data.path={source}."
+    if not (formats := find_formats(source)):
+        return (f"source={source} has no files with the names of a format that can be read: set format= if it is "
+                f"{', '.join(NAMES)} (docs/interop.md). For images use scripts/prepare_latents.py, and for other "
+                f"latents examples/write_latents.py.")
+    choices = "; or ".join(f"format={format} {NAMES[format][1]}" for format in formats)
+    return f"source={source} does not record its format: set {choices}."
+
+
+def refuse_foreign(source: str) -> None:
+    """Raises ValueError if a source of images or a latent folder is another code's latents."""
+    if not (Path(source) / "metadata.json").is_file() and (formats := find_formats(source)):
+        raise ValueError(f"{source} holds latents like {FORMS[formats[0]].whose}: run `python "
+                         f"scripts/import_latents.py source={source} out={Path('data') / Path(source).stem}`, which "
+                         f"lists the settings, and train on its output.")
+
+
 @dataclass
 class Stored:
     """A set of latents on disk. Each of `sides` is a function that reads rows start to end unconverted, (n, *shape)."""
 
+    form: Form                                  # completed by the files and the settings
     labels: np.ndarray                          # (count,) int64
     shape: tuple[int, int, int]
     sides: dict[str, Callable[[int, int], np.ndarray | torch.Tensor]]   # latents, and mirrored if there are copies
-    form: dict = field(default_factory=dict)    # fields of the Form that the files determine
+
+
+def open_stored(
+    format: str, source: str, kind: str | None, scale: float | None, latent_norm: bool, autoencoder: str | None,
+) -> Stored:
+    """Opens a source in one of FORMS. Raises ValueError for files or settings that do not fit the format."""
+    for key, is_set, owner in (("kind", kind is not None, "tread"), ("latent_norm", not latent_norm, "lightningdit")):
+        if is_set and format != owner:
+            raise ValueError(f"{key} is only for format={owner}, but this is format={format}: leave it out.")
+    form, path = FORMS[format], Path(source)
+    match format:
+        case "tread":
+            stored = open_tars(form, path, kind)
+        case "lightningdit":
+            stored = open_safetensors(form, path, latent_norm)
+        case "fastdit":
+            stored = open_pairs(form, path)
+        case _:
+            stored = open_listed(form, path, "vae-in" if format == "srdit" else "vae-sd")
+    form = stored.form
+    convention = replace(form.convention, scale=scale or form.convention.scale)
+    if form.scaled and scale is None and autoencoder:
+        convention = own_convention(autoencoder) or convention  # by which they were scaled already
+    stored.form = replace(form, convention=convention, scaled=form.scaled and scale is None,
+                          autoencoder=autoencoder or form.autoencoder)
+    channels, *sides = stored.shape if min(stored.shape, default=0) > 0 else (0,)
+    is_fitting = form.channels in (None, channels) and not (form.kind == "moments" and channels % 2)
+    if not is_fitting or len(sides) != 2 or sides[0] != sides[1]:
+        raise ValueError(f"source={source} holds arrays of shape {stored.shape}, but {form.whose} has "
+                         f"({form.channels or 'C'}, R, R), channels first. Another shape means another format, another "
+                         f"autoencoder, or images that are not square.")
+    return stored
 
 
 def warn_of_gap(names: Iterable[str], where: Path) -> None:
     """Warns if numbers are missing from consecutively numbered names, as after an interrupted download."""
     runs: dict[tuple[str, str], dict[int, int]] = {}  # (text before, text after) -> number -> its digits
     for name in names:
-        if found := re.fullmatch(r"(.*?)(\d+)(\D*)", name):
-            runs.setdefault((found[1], found[3]), {})[int(found[2])] = len(found[2])
+        if parts := re.fullmatch(r"(.*?)(\d+)(\D*)", name):
+            runs.setdefault((parts[1], parts[3]), {})[int(parts[2])] = len(parts[2])
     for (before, after), numbers in runs.items():
         missing = max(numbers) - min(numbers) + 1 - len(numbers)
         if 0 < missing <= len(numbers):  # with larger gaps the numbers are not consecutive
@@ -108,9 +180,18 @@ def warn_of_gap(names: Iterable[str], where: Path) -> None:
 # ---- one npy file per array -----------------------------------------------------------------------------------------
 
 
-def npy_files(listing: Listing) -> dict[str, int]:
-    """Maps the names of the .npy files in a listing to their numbers."""
-    return {name: i for i, name in enumerate(listing.names) if name.endswith(".npy")}
+def files_of(listing: Listing, suffix: str = ".npy") -> dict[str, int]:
+    """Maps the names of a listing's files with a suffix to their numbers."""
+    return {name: i for i, name in enumerate(listing.names) if name.endswith(suffix)}
+
+
+def require_labels(source: Path, latents: Collection[str], labels: Collection[str]) -> None:
+    """Raises ValueError unless each of the latents has a label and each label a latent, by their names."""
+    if not latents:
+        raise ValueError(f"source={source} holds no .npy files of latents: copy them again.")
+    if unpaired := sorted({*latents} ^ {*labels}):
+        raise ValueError(f"source={source} has {len(latents)} latents and {len(labels)} labels: {unpaired[0]!r} has no "
+                         f"{'label' if unpaired[0] in latents else 'latent'}.")
 
 
 def array_reader(listing: Listing, files: list[int]) -> tuple[tuple[int, ...], Callable[[int, int], np.ndarray]]:
@@ -137,7 +218,7 @@ def array_reader(listing: Listing, files: list[int]) -> tuple[tuple[int, ...], C
     return shape, read
 
 
-def open_listed(source: Path, name: str) -> Stored:
+def open_listed(form: Form, source: Path, name: str) -> Stored:
     """Opens .npy files and their dataset.json, {"labels": [[name, class], …]}, in a folder or a zip.
 
     `{"labels": null}` means one class. The files lie at the top level or in the folder `name`.
@@ -147,41 +228,29 @@ def open_listed(source: Path, name: str) -> Stored:
     else:
         listing = list_zip(source)
         listing = listing.below(name) if any(file.startswith(f"{name}/") for file in listing.names) else listing
-    where, files = listing.path / "dataset.json", npy_files(listing)
+    files = files_of(listing)
     try:
         pairs = parse_json(listing.read(listing.names.index("dataset.json")))["labels"]
         label_of = dict.fromkeys(files, 0) if pairs is None else {str(file): label for file, label in pairs}
     except (OSError, ValueError, KeyError, TypeError, UnreadableImage) as error:
-        raise ValueError(f'{where} does not hold {{"labels": [[file name, class], …]}} ({error}).') from error
-    if unpaired := sorted(label_of.keys() ^ files.keys()):
-        raise ValueError(f"{where} labels {len(label_of)} files, but there are {len(files)}: {unpaired[0]!r} is "
-                         f"{'labelled but missing' if unpaired[0] in label_of else 'not labelled'}.")
-    if not files:
-        raise ValueError(f"{listing.path} holds dataset.json, but no .npy files of latents: copy them again.")
+        raise ValueError(f'{listing.path / "dataset.json"} does not hold {{"labels": [[file name, class], …]}} '
+                         f'({error}).') from error
+    require_labels(listing.path, files, label_of)
     order = sorted(files)
     shape, read = array_reader(listing, [files[file] for file in order])
-    return Stored(np.array([label_of[file] for file in order]), shape, {"latents": read})
+    return Stored(form, np.array([label_of[file] for file in order]), shape, {"latents": read})
 
 
-def pair_folders(source: Path) -> list[tuple[str, str]]:
-    """Lists fast-DiT's pairs of folders, such as imagenet256_features and imagenet256_labels."""
-    return [(name, labels) for name in sorted(os.listdir(source)) if name.endswith("_features")
-            and (source / (labels := f"{name.removesuffix('_features')}_labels")).is_dir()]
-
-
-def open_pairs(source: Path) -> Stored:
+def open_pairs(form: Form, source: Path) -> Stored:
     """Opens fast-DiT's pairs of <i>.npy or <rank>-<i>.npy, sorted by number. A file holds one latent or a batch."""
-    folders = pair_folders(source)
+    folders = [(features, labels) for features in sorted(source.glob("*_features")) if (labels := source / (
+        f"{features.name.removesuffix('_features')}_labels")).is_dir()]
     if len(folders) != 1:
         raise ValueError(f"source={source} must hold one folder <name>_features and its <name>_labels, not "
-                         f"{', '.join(features for features, _ in folders) or 'none'}: use a folder with one pair.")
-    features, labels = (list_folder(source / folder) for folder in folders[0])
-    latents, label_files = npy_files(features), npy_files(labels)
-    unpaired = sorted(latents.keys() ^ label_files.keys())
-    if unpaired or not latents:
-        more = f"; {unpaired[0]} is only in one of the two folders." if unpaired else "."
-        raise ValueError(f"source={source} has {len(latents)} latents in {features.path.name} and {len(label_files)} "
-                         f"labels in {labels.path.name}{more}")
+                         f"{', '.join(features.name for features, _ in folders) or 'none'}: use a folder with one.")
+    features, labels = map(list_folder, folders[0])
+    latents, label_files = files_of(features), files_of(labels)
+    require_labels(source, latents, label_files)
     order = sorted(latents, key=lambda name: ([int(number) for number in re.findall(r"\d+", name)], name))
     warn_of_gap(order, features.path)
     shape, read = array_reader(features, [latents[name] for name in order])
@@ -193,82 +262,17 @@ def open_pairs(source: Path) -> Stored:
 
     def rows(start: int, end: int) -> np.ndarray:
         first = start // batch
-        stored = read(first, -(-end // batch)).reshape(-1, *shape[-3:])
-        return stored[start - first * batch : end - first * batch]
+        arrays = read(first, -(-end // batch)).reshape(-1, *shape[-3:])
+        return arrays[start - first * batch : end - first * batch]
 
     chunks = [read_labels(start, start + 4096).reshape(-1) for start in range(0, len(order), 4096)]
-    return Stored(np.concatenate(chunks), shape[-3:], {"latents": rows})
-
-
-# ---- MaskDiT's lmdb -------------------------------------------------------------------------------------------------
-
-
-def lmdb_folder(source: Path) -> Path | None:
-    """Finds the folder that holds data.mdb: the source itself, or its train folder as in MaskDiT's code."""
-    return next((folder for folder in (source, source / "train") if (folder / "data.mdb").is_file()), None)
-
-
-def open_lmdb(source: Path, mirrored: bool | None) -> Stored:
-    """Opens an lmdb with z-<i> (raw float32 mean and log-variance), y-<i> (text) and length.
-
-    Latents of flipped images, if any, follow those of the plain ones.
-    """
-    import lmdb
-
-    folder = lmdb_folder(source) or source
-    file = folder / "data.mdb"
-    try:
-        env = lmdb.open(str(folder), readonly=True, lock=False, readahead=False, create=False)
-    except lmdb.Error as error:
-        raise ValueError(f"{file} is not a complete lmdb ({error}): copy it again.") from error
-    written, found = (env.info()["last_pgno"] + 1) * env.stat()["psize"], file.stat().st_size
-    if found < written:  # reading past the end would crash the process
-        raise ValueError(f"{file} has {found:,} bytes, but {written:,} were written: copy it again.")
-    entries, transaction = env.stat()["entries"], env.begin(buffers=True)
-
-    if transaction.get(b"num_samples"):
-        raise ValueError(f"{file} was written by MeanFlow's code as pickles, which are never loaded: convert them to a "
-                         f"latent folder (examples/write_latents.py).")
-
-    def value(key: str) -> memoryview:
-        if (content := transaction.get(key.encode())) is None:
-            raise ValueError(f"{file} lacks {key}: it is incomplete, or has another format.")
-        return content
-
-    def number(key: str) -> int:
-        return int(bytes(value(key)))
-
-    length = number("length")
-    total = 2 * length if entries == 4 * length + 1 else length  # length may or may not count the flipped images
-    if entries != 2 * total + 1 or not total:  # one z and one y per latent, and length
-        raise ValueError(f"{file} holds {entries:,} entries, which does not fit length {length:,} with 2 per latent: "
-                         f"it is incomplete, or has another format.")
-    labels = np.array([number(f"y-{index}") for index in range(total)])
-    half = total // 2
-    same = total % 2 == 0 and np.array_equal(labels[:half], labels[half:])
-    if (mirrored or total > length) and not same:
-        raise ValueError(f"{file} holds no mirrored copies: the labels of its two halves differ.")
-    if mirrored is None and same and labels[0] == labels[-1] and total > 1:
-        raise ValueError(f"{file} has only one class, so the labels do not show whether it has mirrored copies: set "
-                         f"mirrored=true or mirrored=false.")
-    is_sorted = bool((np.diff(labels[:half]) >= 0).all())  # extract_latent.py visits the classes in order, twice
-    copies = same and is_sorted if mirrored is None else mirrored
-    side = math.isqrt(len(value("z-0")) // 32)
-
-    def read(start: int, end: int) -> np.ndarray:
-        rows = [np.frombuffer(value(f"z-{index}"), "<f4") for index in range(start, end)]
-        return np.stack([row.reshape(8, side, side) for row in rows])
-
-    if not copies:
-        return Stored(labels, (8, side, side), {"latents": read})
-    return Stored(labels[:half], (8, side, side),
-                  {"latents": read, "mirrored": lambda start, end: read(start + half, end + half)})
+    return Stored(form, np.concatenate(chunks), shape[-3:], {"latents": rows})
 
 
 # ---- LightningDiT's safetensors -------------------------------------------------------------------------------------
 
 
-def open_safetensors(source: Path, latent_norm: bool) -> Stored:
+def open_safetensors(form: Form, source: Path, latent_norm: bool) -> Stored:
     """Opens shards of latents, latents_flip (N, C, h, w) and labels (N,), and with `latent_norm` latents_stats.pt."""
     from safetensors import SafetensorError, safe_open
 
@@ -280,21 +284,20 @@ def open_safetensors(source: Path, latent_norm: bool) -> Stored:
     if len(set(ranks.values())) > 1:  # every rank had the same number of images
         warnings.warn(f"{source} has unequal numbers of shards per rank ({dict(ranks)}). Some are missing, or remain "
                       f"from an earlier extraction with more GPUs, so that their images count twice.", stacklevel=3)
-    starts, labels, form = [0], [], None
+    starts, labels, shapes = [0], [], None  # of one latent in each part
     for file in files:
         refuse_pointer(file)
         try:
             with safe_open(file, framework="pt") as shard:
                 parts = ["latents"] + [name for name in list(shard.keys()) if name == "latents_flip"]
                 sizes = [tuple(shard.get_slice(part).get_shape()) for part in parts]
-                own = shard.get_tensor("labels").numpy()
+                labels.append(shard.get_tensor("labels").numpy())
         except (SafetensorError, OSError, TypeError) as error:  # numpy raises TypeError for bfloat16
             raise ValueError(f"{file} is not a complete safetensors file ({error}): copy it again.") from error
-        found = [size[1:] for size in sizes]
-        if found != (form := form or found) or own.ndim != 1 or any(size != (len(own), *form[0]) for size in sizes):
-            raise ValueError(f"{file} has {own.size} labels and latents {sizes}, but {files[0].name} latents {form}.")
-        labels.append(own)
-        starts.append(starts[-1] + len(own))
+        shapes, count = shapes or [size[1:] for size in sizes], labels[-1].size
+        if labels[-1].ndim != 1 or sizes != [(count, *shape) for shape in shapes]:
+            raise ValueError(f"{file} has {count} labels and latents {sizes}, but {files[0].name} latents {shapes}.")
+        starts.append(starts[-1] + count)
 
     def reader(part: str) -> Callable[[int, int], torch.Tensor]:
         def read(start: int, end: int) -> torch.Tensor:
@@ -306,141 +309,48 @@ def open_safetensors(source: Path, latent_norm: bool) -> Stored:
             return torch.cat(rows)
         return read
 
-    form_fields = {"autoencoder": "sd_vae_ema", "decoder": "Stable Diffusion's VAE", "downsample": 8}
     if latent_norm:
         statistics = source / STATISTICS
         if not statistics.is_file():
             raise ValueError(f"source={source} has no {STATISTICS}, which LightningDiT's loader writes. For latents of "
                              f"an SD-VAE, which it does not normalise, set latent_norm=false.")
-        form_fields = {"convention": read_statistics(statistics)}
-        form_fields["convention"].require(form[0][0], str(statistics))
-    sides = {"latents": reader("latents")} | ({"mirrored": reader("latents_flip")} if len(form) > 1 else {})
-    return Stored(np.concatenate(labels), form[0], sides, form_fields)
+        form = replace(form, convention=read_statistics(statistics))
+        form.convention.require(shapes[0][0], str(statistics))
+    else:
+        form = replace(form, autoencoder="sd_vae_ema", decoder="Stable Diffusion's VAE", downsample=8)
+    sides = {"latents": reader("latents")} | ({"mirrored": reader("latents_flip")} if len(shapes) > 1 else {})
+    return Stored(form, np.concatenate(labels), shapes[0], sides)
 
 
 # ---- TREAD's tars ---------------------------------------------------------------------------------------------------
 
 
-def open_tars(source: Path, kind: str | None) -> Stored:
+def open_tars(form: Form, source: Path, kind: str | None) -> Stored:
     """Opens tars of <key>.latent.npy and <key>.cls. TREAD trains on these values without scaling them."""
     tars = find_tars(source)
     if not tars:
         raise ValueError(f"source={source} names no .tar.")
-    refuse_pickles(tars[0])
-    refuse_two_splits(tars, "source", source)
+    pickles = [member.name for member in itertools.islice(tar_members(tars[0]), 8) if member.name.endswith(".latent")]
+    if pickles:
+        raise ValueError(f"{tars[0]}: {pickles[0]} is a pickle, which can run code and is never loaded: rewrite the "
+                         f"tars with the lines in docs/interop.md.")
+    if kind is None:
+        raise ValueError(f"source={source}: tars do not record what they hold: set kind=sample (scaled latents, as "
+                         f"TREAD's) or kind=moments ([mean, log-variance]).")
+    if len({"train" in tar.name for tar in tars}) > 1:
+        raise ValueError(f"source={source} has tars with and without train in their names. TREAD trains only on those "
+                         f"with it: select them, as in \"source='{tars[0].parent}/*train*.tar'\".")
     warn_of_gap([tar.name for tar in tars], source)
-    with ThreadPoolExecutor() as pool:
-        parts = [*pool.map(read_tar, tars)]
-    rows, labels = (np.concatenate(part) for part in zip(*parts, strict=True))
-    shape = rows.shape[1:]
-    if kind is None and shape[0] != 4 and shape[1] == shape[2]:
-        raise ValueError(f"{tars[0]} holds latents of {shape[0]} channels, and tars do not record their kind: set "
-                         f"kind=moments for [mean, log-variance], or kind=sample.")
-
-    return Stored(labels, shape, {"latents": lambda start, end: rows[start:end]}, {
-        "kind": kind or "sample", "scaled": kind != "moments", "log_variance": kind == "moments"})
-
-
-def refuse_pickles(tar: Path) -> None:
-    """Raises ValueError for one of MaskDiT's tars, because their latents are pickles."""
-    first = itertools.islice(tar_members(tar), 8)
-    if name := next((member.name for member in first if member.name.endswith(".latent")), None):
-        raise ValueError(f"{tar}: {name} is a pickle, which can run code and is never loaded. Import the lmdb that the "
-                         f"tars were made from (format=maskdit), or rewrite them with the lines in docs/interop.md.")
-
-
-# ---- finding the format ---------------------------------------------------------------------------------------------
-
-
-def recognize(source: str) -> tuple[str, str]:
-    """Returns a source's format and how it was recognised. Raises ValueError if it could be several, or is unknown."""
-    if found := find_form(source):
-        return found
-    known = "; ".join(f"{format}: {form.whose}" for format, form in FORMS.items())
-    raise ValueError(f"source={source} has none of these formats ({known}). docs/interop.md describes each. Convert "
-                     f"any other as examples/write_latents.py does. For images use scripts/prepare_latents.py.")
-
-
-def find_form(source: str) -> tuple[str, str] | None:
-    """Like `recognize`, but returns None for an unknown format."""
-    path = Path(source)
-    found: list[tuple[str, str]] = []
-    if path.is_dir():
-        if (path / "metadata.json").is_file():
-            raise ValueError(f"source={source} is a latent folder already: train on it with data.path={source}.")
-        if (folder := lmdb_folder(path)) is not None:
-            found.append(("maskdit", f"{folder / 'data.mdb'} is an lmdb"))
-        if shard := next(path.glob("*.safetensors"), None):
-            found.append(("lightningdit", f"{shard.name} is there"))
-        if folders := pair_folders(path):
-            found.append(("fastdit", f"{' and '.join(folders[0])} are there"))
-        for name, whose in (("vae-sd", "repa"), ("vae-in", "srdit")):
-            if (path / name).is_dir() or path.resolve().name == name:
-                found.append((whose, f"the folder is named {name}"))
-        if not found and (path / "dataset.json").is_file():
-            folder = next((path / name for name in sorted(os.listdir(path)) if (path / name).is_dir()), path)
-            found = find_by_names(os.listdir(folder), source)
-    elif path.is_file() and (path.suffix == ".zip" or zipfile.is_zipfile(path)):
-        found = find_by_names(list_zip(path).names, source)
-    tars = [tar for tar in find_tars(source) if not found and re.search(TAR_SUFFIX, tar.name)]
-    if tars:
-        refuse_pickles(tars[0])
-        found.append(("tread", f"{tars[0].name} is a tar"))
-    if len(found) > 1:
-        each = " and ".join(f"{format} ({why})" for format, why in found)
-        raise ValueError(f"source={source} could be {each}: set format= to one of them.")
-    return found[0] if found else None
-
-
-def refuse_foreign(source: str) -> None:
-    """Raises ValueError if a source of images or a latent folder is another code's latents; tars are allowed."""
-    path = Path(source)
-    if not (path / "metadata.json").is_file() and (found := find_form(source)) and found[0] != "tread":
-        raise ValueError(f"{source} holds {FORMS[found[0]].whose}: run `python scripts/import_latents.py "
-                         f"source={path} out={Path('data') / path.stem}`, and train on "
-                         f"its output.")
-
-
-def find_by_names(names: list[str], source: str) -> list[tuple[str, str]]:
-    """Finds the format of a set with a dataset.json from its file names.
-
-    Raises ValueError for names that both REPA and EDM2 use.
-    """
-    for name in names:
-        if "vae-sd" in (parts := name.split("/")) and name.endswith(".npy"):
-            return [("repa", f"{name} lies in vae-sd")]
-        if "vae-in" in parts or posixpath.basename(name).startswith("img-latents-"):
-            return [("srdit", f"{name} is one of SR-DiT's names")]
-        if posixpath.basename(name).startswith("img-mean-std-"):
-            raise ValueError(f"source={source} holds {posixpath.basename(name)}, which both REPA and EDM2 write: set "
-                             f"format=repa (VAE input in -1..1) for scripts/import_latents.py if REPA's, SiT-REPA's or "
-                             f"Sprint's preprocessing made it, or format=edm2 (VAE input in 0..1) if EDM2's "
-                             f"dataset_tool.py did.")
-    return []
-
-
-def open_stored(
-    format: str, source: str, kind: str | None, scale: float | None, latent_norm: bool, mirrored: bool | None,
-    autoencoder: str | None,
-) -> tuple[Stored, Form]:
-    """Opens a source in one of FORMS. The files and the settings complete the Form."""
-    for key, is_set, owner in (("kind", kind is not None, "tread"), ("latent_norm", not latent_norm, "lightningdit"),
-                               ("mirrored", mirrored is not None, "maskdit")):
-        if is_set and format != owner:
-            raise ValueError(f"{key} is only for format={owner}, but this is format={format}: leave it out.")
-    openers = {"maskdit": partial(open_lmdb, mirrored=mirrored), "tread": partial(open_tars, kind=kind),
-               "lightningdit": partial(open_safetensors, latent_norm=latent_norm), "fastdit": open_pairs,
-               "srdit": partial(open_listed, name="vae-in")}
-    stored = openers.get(format, partial(open_listed, name="vae-sd"))(Path(source))
-    form = replace(FORMS[format], **stored.form)
-    form = replace(form, convention=replace(form.convention, scale=scale or form.convention.scale),
-                   scaled=form.scaled and scale is None, autoencoder=autoencoder or form.autoencoder)
-    if form.scaled and autoencoder and (own := own_convention(autoencoder)):  # it scaled them already
-        form = replace(form, convention=own)
-    channels, *sides = stored.shape if min(stored.shape, default=0) > 0 else (0,)
-    is_fitting = form.channels in (None, channels) and not (form.kind == "moments" and channels % 2)
-    if not is_fitting or len(sides) != 2 or sides[0] != sides[1]:
-        raise ValueError(f"source={source} holds arrays of shape {stored.shape}, but {form.whose} has "
-                         f"({form.channels or 'C'}, R, R), channels first. Another shape means another format, another "
-                         f"autoencoder, or images that are not square.")
-    return stored, form
+    listing = list_tars(tars, source)
+    latents, classes = ({name.removesuffix(suffix): i for name, i in files_of(listing, suffix).items()}
+                        for suffix in (".latent.npy", ".cls"))
+    if len(latents) < sum(name.endswith(".latent.npy") for name in listing.names):
+        raise ValueError(f"source={source} has two latents of one name in a tar, or in two tars of one name.")
+    require_labels(source, latents, classes)
+    shape, read = array_reader(listing, [*latents.values()])
+    try:
+        labels = [int(listing.read(classes[key])) for key in latents]
+    except ValueError as error:
+        raise ValueError(f"source={source}: a .cls holds no class number ({error}).") from None
+    return Stored(replace(form, kind=kind, scaled=kind == "sample", log_variance=kind == "moments"), np.array(labels),
+                  shape, {"latents": read})

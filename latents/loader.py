@@ -40,7 +40,7 @@ def batches(latents: Latents, batch_size: int, *, seed: int, rank: int = 0, worl
     names = [name for name in arrays if name in latents.arrays]
     on_device = None if device is None else latents.to_device(device, names)
     load = partial(_load, latents, names, on_device is not None, torch.cuda.current_device() if pin else None)
-    return _batches(names, on_device, in_order(load, _plan(latents, batch_size, seed, rank, world, start)))
+    return _batches(names, on_device, read_ahead(load, _plan(latents, batch_size, seed, rank, world, start)))
 
 
 def check_batch_size(batch_size: int, count: int, world: int, num_parts: int = 1) -> None:
@@ -117,7 +117,7 @@ def _plan(latents: Latents, batch_size: int, seed: int, rank: int, world: int,
         del order, mirror  # frees the memory before the next epoch allocates its own
 
 
-def in_order(function: Callable, jobs: Iterable, *, threads: int = 1, ahead: int = NUM_AHEAD) -> Iterator:
+def read_ahead(function: Callable, jobs: Iterable, *, threads: int = 1, ahead: int = NUM_AHEAD) -> Iterator:
     """Yields function(job) for each job, in order. Threads run up to `ahead` jobs ahead and end with this generator."""
     pool, waiting = ThreadPoolExecutor(threads, "read-ahead"), deque()
     try:

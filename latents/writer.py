@@ -18,8 +18,8 @@ from tqdm import tqdm
 from latents.decoding import REMARKS
 from latents.folder import map_npy, row_types
 from latents.listing import a_few
-from latents.loader import in_order
-from runtime.files import atomic_write, lock_folder, remove, require_room, write_text
+from latents.loader import read_ahead
+from runtime.files import atomic_write, lock_folder, remove, require_room, sha256, write_text
 from runtime.schema import read_json
 
 LEFTOVERS = (".*.npy.*.tmp", ".*.json.*.tmp")  # files that runtime.files.atomic_write leaves behind if killed
@@ -93,7 +93,7 @@ def write_folder(
             desc=f"rank 0 of {state.num_processes}" if state.num_processes > 1 else "latents", unit=" images",
             total=sum(len(items) for _, items in jobs), smoothing=0.05, disable=not is_main or None))
         # One stream covers all shards of this rank, so that reading ahead does not stop at the end of a shard.
-        stream = in_order(lambda job: (*job, read(job[1])), jobs, threads=threads, ahead=threads + 1)
+        stream = read_ahead(lambda job: (*job, read(job[1])), jobs, threads=threads, ahead=threads + 1)
         stack.enter_context(closing(stream))
 
         def encoded(batches: Iterable) -> Iterator[tuple[dict[str, np.ndarray], list]]:
@@ -142,16 +142,18 @@ def write_shard(out: Path, shard: int, batches: Iterable[tuple[dict[str, np.ndar
     read. `remarks` has [name, reason] for each unreadable image, and [name, one of REMARKS] for some readable ones.
     """
     count, unreadable = 0, []
+    writers: dict[Path, Callable[[np.ndarray], None]] = {}
     with ExitStack() as stack:
-        writers: dict[str, Callable[[np.ndarray], None]] = {}
         for rows, remarks in batches:
-            for kind, part in rows.items():
-                if kind not in writers:
-                    writers[kind] = stack.enter_context(npy_appender(out / f"{kind}-{shard:05d}.npy", part))
-                writers[kind](part)
+            for name, part in rows.items():
+                file = out / f"{name}-{shard:05d}.npy"
+                if file not in writers:
+                    writers[file] = stack.enter_context(npy_appender(file, part))
+                writers[file](part)
             count += len(rows["labels"]) if rows else 0
             unreadable += remarks
-    write_json(out / f"record-{shard:05d}.json", {"count": count, "unreadable": unreadable})
+    write_json(out / f"record-{shard:05d}.json", {
+        "count": count, "unreadable": unreadable, "sha256": {file.name: sha256(file) for file in writers}})
 
 
 def read_records(
@@ -163,7 +165,7 @@ def read_records(
         try:
             record = read_json(out / f"record-{shard:05d}.json")
             for name, (shape, dtype) in types.items() if record["count"] else ():
-                map_npy(out / f"{name}-{shard:05d}.npy", [(record["count"], *shape)], [dtype])
+                map_npy(out / f"{name}-{shard:05d}.npy", (record["count"], *shape), dtype)
             records.append(record)
         except (OSError, ValueError, LookupError, TypeError):  # absent or damaged
             records.append(None)
@@ -179,8 +181,9 @@ def finish(
     count = sum(record["count"] for record in records)
     if count == 0:
         raise ValueError(f"source={metadata['source']} has no readable image; {': '.join(reasons[-1])}.")
-    kinds = ["latents", "labels"] + ["mirrored"] * metadata["mirrored"]
-    shards = [{kind: f"{kind}-{shard:05d}.npy" for kind in kinds} | {"count": record["count"]}
+    names = ["latents", "labels"] + ["mirrored"] * metadata["mirrored"]
+    shards = [{name: f"{name}-{shard:05d}.npy" for name in names}
+              | {"count": record["count"], "sha256": record.get("sha256", {})}  # a preparation may be older than hashes
               for shard, record in enumerate(records) if record["count"]]
     metadata = {"format": 1, "count": count, "dtype": "float16"} | metadata
     write_json(out / "metadata.json", metadata | {"shards": shards, "unreadable": [name for name, _ in reasons]})

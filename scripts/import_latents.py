@@ -16,7 +16,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from latents.folder import KINDS, MAX_CLASSES, check_kind, check_labels
-from latents.forms import FORMS, Form, Stored, convert, open_stored, recognize
+from latents.forms import FORMS, Stored, convert, describe_formats, open_stored
 from latents.listing import find_tars, spread
 from latents.writer import is_finished, write_folder
 from runtime.command import command
@@ -32,21 +32,21 @@ class ImportSettings(Settings):
 
     source: Location
     out: Location
-    format: one_of(["auto", *FORMS])
+    format: one_of(FORMS) | None
     kind: one_of(KINDS) | None
     scale: Positive | None
     latent_norm: bool
-    mirrored: bool | None
     num_classes: Classes | None
     autoencoder: Location | None
     shard_size: Count
 
 
-def probe(stored: Stored, form: Form, source: str) -> str:
+def probe(stored: Stored, source: str) -> str:
     """Checks some latents, spread over the source, before anything is written. Returns a hash of them and all labels.
 
     Raises ValueError if they are not finite or their root mean square is far from 1.
     """
+    form = stored.form
     content = hashlib.sha256(json.dumps([len(stored.labels), stored.shape, asdict(form)]).encode())
     content.update(stored.labels)
     rows = []
@@ -56,8 +56,11 @@ def probe(stored: Stored, form: Form, source: str) -> str:
             content.update(row.float().contiguous().numpy())
             rows.append(finite(convert(form, row), source, index))
     values, scale = torch.cat(rows).double().numpy(), form.convention.scale
-    check_kind(values, form.kind, f"source={source}", scale if form.log_variance else None,
+    check_kind(values, form.kind, f"source={source}",
                f"set {'kind=moments (for format=tread)' if form.kind == 'sample' else 'format='}, or write them anew.")
+    if form.log_variance and values[:, values.shape[1] // 2 :].min() >= 0.99 * scale:  # up to float16 rounding
+        raise ValueError(f"source={source}: the second half of the channels is never below 0, so it looks like "
+                         f"standard deviations, but log-variances are expected here: write 2 * log(std) instead.")
     rms = math.sqrt(np.square(values).mean() * (2 if form.kind == "moments" else 1))  # of mean + std * eps
     if not 0.2 < rms < 4:
         how = "values as stored" if form.scaled else f"scale={scale:g}"
@@ -79,22 +82,22 @@ def finite(rows: torch.Tensor, source: str, first: int) -> torch.Tensor:
 @command("import_latents", ImportSettings)
 def main(cfg: ImportSettings) -> None:
     """Writes `source` to `out` as a latent folder. Raises ValueError for a bad source."""
-    state, out, format = join_ranks(cpu=True, tf32=True, timeout=timedelta(days=7)), Path(cfg.out), cfg.format
+    state, out = join_ranks(cpu=True, tf32=True, timeout=timedelta(days=7)), Path(cfg.out)
     if not Path(cfg.source).exists() and not find_tars(cfg.source):
         raise ValueError(f"source={cfg.source} does not exist (looked from {Path.cwd()}).")
-    if format == "auto":
-        format, why = recognize(cfg.source)
-        state.print(f"{cfg.source}: read with format={format} ({FORMS[format].whose}), because {why}.")
-    stored, form = open_stored(format, cfg.source, cfg.kind, cfg.scale, cfg.latent_norm, cfg.mirrored, cfg.autoencoder)
+    if cfg.format is None:
+        raise ValueError(describe_formats(cfg.source))
+    stored = open_stored(cfg.format, cfg.source, cfg.kind, cfg.scale, cfg.latent_norm, cfg.autoencoder)
+    form = stored.form
     check_labels(stored.labels, cfg.num_classes or MAX_CLASSES, f"source={cfg.source}",
                  "set num_classes above it, or correct the source")
     labels = stored.labels.astype(np.int64)
     num_classes, count = cfg.num_classes or int(labels.max()) + 1, len(labels)
     is_mirrored = len(stored.sides) > 1
     copies = " and as many mirrored copies" if is_mirrored else ""
-    settings = dict(format=format, kind=form.kind, scale=form.convention.scale, autoencoder=form.autoencoder,
+    settings = dict(format=cfg.format, kind=form.kind, scale=form.convention.scale, autoencoder=form.autoencoder,
                     mirrored=is_mirrored, num_classes=num_classes, shard_size=cfg.shard_size,
-                    fingerprint=probe(stored, form, cfg.source))
+                    fingerprint=probe(stored, cfg.source))
     state.print(f"{cfg.source}: {count:,} latents {stored.shape}{copies} in {num_classes} classes")
     if is_finished(out, settings, state.is_main_process):
         return
@@ -112,7 +115,7 @@ def main(cfg: ImportSettings) -> None:
     metadata = {
         "shape": [channels, side, side], "kind": form.kind, "mirrored": is_mirrored, "num_classes": num_classes,
         "class_names": None, "autoencoder": form.autoencoder, **form.convention.record(), "source": cfg.source,
-        "imported": {"format": format} | asdict(form),
+        "imported": {"format": cfg.format} | asdict(form),
     } | ({} if form.downsample is None else {"resolution": side * form.downsample})
     write_folder(out, settings, metadata, stored.shape, count, shard_size=cfg.shard_size, batch_size=CHUNK, read=read,
                  encode=encode, state=state)

@@ -142,7 +142,8 @@ def open_data(cfg: TrainSettings, accelerator: Accelerator) -> Latents:
     if cfg.data.path is None:
         raise ValueError("Give the latents to train on: data.path=<folder>, as scripts/prepare_latents.py wrote it.")
     refuse_foreign(cfg.data.path)
-    latents = open_latents(cfg.data.path)
+    with accelerator.local_main_process_first():  # copied files are compared with their hashes once
+        latents = open_latents(cfg.data.path, cfg.data.verify and accelerator.is_local_main_process)
     num_classes = cfg.data.num_classes or latents.num_classes
     latents.require(shape=latent_shape(cfg, latents), num_classes=num_classes)
     if empty := empty_classes(latents.classes, num_classes):

@@ -57,6 +57,7 @@ class DataSettings(Settings):
     input_size: Size | None
     num_classes: Classes | None
     on_device: bool
+    verify: bool
     autoencoder: Location | None
     grid_classes: Selection | None
 
@@ -131,6 +132,7 @@ WITHOUT_EFFECT = {
     "max_skipped_in_row", "activation_checkpointing", "init_from", "diffusion_name", "new_label_table", "seed",
     "batch_size", "steps", "model", "diffusion", "alignment", "route_schedule", "data.name", "data.path",
     "data.channels", "data.input_size", "data.num_classes", "data.on_device", "data.autoencoder", "data.grid_classes",
+    "data.verify",
 }
 
 

@@ -156,7 +156,7 @@ def tasks(tmp_path_factory) -> dict[str, Task]:
             *shapes, "shapes.count=60", "shard_size=16", "batch_size=8", "mirror=true",
             f"out={outs['prepare_latents']}"), outs["prepare_latents"], shards_done),
         "import_latents": Task("scripts.import_latents", (
-            f"source={pairs}", "shard_size=8", f"out={outs['import_latents']}"), outs["import_latents"], shards_done),
+            f"source={pairs}", "format=fastdit", "shard_size=8", f"out={outs['import_latents']}"), outs["import_latents"], shards_done),
         "fid": Task("fid", (
             f"images={images}", f"reference={reference}", "features=pixels", "keep_features=true", "batch_size=8",
             "cpu=true", f"results={outs['fid'] / 'results.jsonl'}"), outs["fid"],

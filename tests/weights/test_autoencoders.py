@@ -256,15 +256,6 @@ def test_latents_are_undone_by_their_record_and_not_by_another_autoencoders_scal
         decoder_of(tiny, (4, 4, 4), Convention(0.5, 0.0, (0.0,) * 4, (1.0,) * 4))
 
 
-def test_scaled_tars_are_decoded_with_the_autoencoders_scale(tmp_path):
-    from test_data import labels_of, numbered, write_tars
-
-    write_tars(tmp_path, numbered(), labels_of())
-    scaled, half = (open_latents(tmp_path, kind="sample", scale=scale) for scale in (1, 0.5))
-    assert (scaled.convention, scaled.applied) == (Convention(0.18215),
-                                                   Convention(1)) and half.convention == Convention(0.5)
-
-
 # ---- code of one's own ----------------------------------------------------------------------------------------------
 
 
