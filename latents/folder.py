@@ -205,9 +205,9 @@ def open_latents(path: str | Path, verify: bool = False) -> Latents:
     if not (path / "metadata.json").is_file():
         if (path / "preparing.json").exists() or any(path.glob("latents-*.npy")):
             raise ValueError(f"{path}: preparation has not finished; rerun the same command to resume it.")
-        raise ValueError(f"{path} holds no metadata.json, which marks a latent folder. Prepare one with `python "
-                         f"scripts/prepare_latents.py source=<images> out=<folder>`, or try the built-in shapes with "
-                         f"`bash scripts/quickstart.sh`.")
+        raise ValueError(f"{path} holds no metadata.json, which marks a latent folder: prepare images by "
+                         f"scripts/prepare_latents.py, import other code's latents by scripts/import_latents.py, or "
+                         f"try the built-in shapes with `bash scripts/quickstart.sh`.")
     latents = _open_folder(path, verify)
     _check_values(latents)
     return latents

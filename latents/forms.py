@@ -111,14 +111,6 @@ def describe_formats(source: str) -> str:
     return f"source={source} does not record its format: set {choices}."
 
 
-def refuse_foreign(source: str) -> None:
-    """Raises ValueError if a source of images or a latent folder is another code's latents."""
-    if not (Path(source) / "metadata.json").is_file() and (formats := find_formats(source)):
-        raise ValueError(f"{source} holds latents like {FORMS[formats[0]].whose}: run `python "
-                         f"scripts/import_latents.py source={source} out={Path('data') / Path(source).stem}`, which "
-                         f"lists the settings, and train on its output.")
-
-
 @dataclass
 class Stored:
     """A set of latents on disk. Each of `sides` is a function that reads rows start to end unconverted, (n, *shape)."""

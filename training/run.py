@@ -19,7 +19,6 @@ from torch import Tensor
 from dit import DiT, DiT_models
 from edm import EDM
 from latents.folder import Latents, open_latents
-from latents.forms import refuse_foreign
 from latents.loader import check_batch_size
 from objectives import DiffusionLoss, build_objective, trained_parameters
 from rf import RF
@@ -141,7 +140,6 @@ def open_data(cfg: TrainSettings, accelerator: Accelerator) -> Latents:
     """Opens the latents; raises ValueError where they are missing or do not fit the settings."""
     if cfg.data.path is None:
         raise ValueError("Give the latents to train on: data.path=<folder>, as scripts/prepare_latents.py wrote it.")
-    refuse_foreign(cfg.data.path)
     with accelerator.local_main_process_first():  # copied files are compared with their hashes once
         latents = open_latents(cfg.data.path, cfg.data.verify and accelerator.is_local_main_process)
     num_classes = cfg.data.num_classes or latents.num_classes

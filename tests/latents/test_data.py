@@ -365,7 +365,7 @@ INFINITE = numbered()
 INFINITE[41, 1, 2, 2] = np.inf
 BAD = [  # what is wrong with a folder, words
     (gone("metadata.json"), "set: preparation has not finished; rerun the same command"),
-    (shutil.rmtree, "holds no metadata.json, which marks a latent folder. Prepare one with"),
+    (shutil.rmtree, "holds no metadata.json, which marks a latent folder: prepare images by"),
     (put("metadata.json", "{"), "metadata.json is not JSON"),
     (record(shards=[{"latents": "a", "labels": "b"}]), "shards.0.count"),
     (record(count=104), "says 104, but its shards have 103"),

@@ -409,6 +409,7 @@ REFUSED = [  # what was brought, settings, words
     (made(write_repa, gone(JSON)), REPA, "dataset.json"),
     (made(write_repa, put("vae-sd/00000/more.npy", npy(moments()[0]))), REPA, "more.npy' has no label"),
     (made(write_repa, flip_a_bit, zipped=True), REPA, "Bad CRC-32"),
+    (made(write_repa, cut(), zipped=True), REPA, "vae.zip is not a complete zip"),
     # pairs; facebookresearch/DiT#13
     (made(write_fastdit, each("imagenet256_features", lambda z: z * 5.5)), FAST, "root mean square is 5"),
     (made(write_fastdit), FAST | {"scale": 0.18215}, "root mean square is 0.182"),
@@ -458,7 +459,7 @@ def test_neither_training_nor_preparation_takes_others_latents_for_its_own(write
     cfg = SimpleNamespace(data=SimpleNamespace(path=str(source), num_classes=None, verify=False))
     for call in (lambda: open_data(cfg, SimpleNamespace(local_main_process_first=nullcontext)),
                  lambda: open_source(str(source))):
-        refused(call, f"run `python scripts/import_latents.py source={source} out=data/", "which lists the settings")
+        refused(call, "import other code's latents by scripts/import_latents.py")
 
 
 def test_the_lines_that_rewrite_pickles_one_trusts_make_tars_that_are_read(tmp_path, monkeypatch):
