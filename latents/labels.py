@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from latents.folder import MAX_CLASSES, check_labels
 from latents.listing import Listing, a_few, is_hidden
 from runtime.files import parse_json
+from runtime.schema import first_line
 
 WAYS = ("folders", "parents", "names", "cls", "json", "none")
 NUMBER = re.compile(r"[-+]?\d*\.?\d+(e[-+]?\d+)?", re.IGNORECASE)
@@ -40,6 +40,7 @@ class Columns:
 
 USUAL = Columns()
 
+
 def label_images(way: str, listing: Listing, names: list[str], columns: Columns) -> tuple[np.ndarray, list[str]]:
     """Returns the labels (int64) of the images `names`, and the class names, by one of WAYS or by a label file.
 
@@ -49,15 +50,16 @@ def label_images(way: str, listing: Listing, names: list[str], columns: Columns)
         return np.zeros(len(names), np.int64), ["all"]
     inner = [listing.name_in_tar(name) for name in names]
     if way in ("folders", "parents"):
-        part = 0 if way == "folders" else -2
-        classes = [parts[part] if len(parts := name.split("/")) > 1 else None for name in inner]
+        place = 0 if way == "folders" else -2
+        classes = [name.split("/")[place] if "/" in name else None for name in inner]
     elif way == "names":
-        classes = [posixpath.basename(name).partition("_")[0] if "_" in name else None for name in inner]
+        parts = (posixpath.basename(name).partition("_") for name in inner)
+        classes = [head if mark else None for head, mark, _ in parts]
     elif way in WAYS:
         classes = read_beside(way, listing, names, columns.label)
     else:
         classes = match_names(rows, way, listing, inner)
-    if unlabelled := [name for name, label in zip(names, classes, strict=True) if label in (None, "")]:
+    if unlabelled := [name for name, label in zip(inner, classes, strict=True) if label in (None, "")]:
         raise ValueError(f"labels={way} has no class for {len(unlabelled)} of the {len(names)} images, such as "
                          f"{unlabelled[0]}: add it, move them away, or set labels=none for a set without classes.")
     if way in ("folders", "parents", "names"):
@@ -79,14 +81,12 @@ def number_classes(classes: Sequence[object], listed: Sequence[object], where: s
     """
     if odd := [value for value in listed if value is not None and type(value) not in (int, str)]:
         raise ValueError(f"{where} has the label {odd[0]!r}, which is neither a whole number nor text: correct it.")
-    values = {*listed} - {None, ""}
-    if not all(NUMBER.fullmatch(str(value)) for value in values):
-        return number_names([str(label) for label in classes], [str(value) for value in values])
-    if odd := sorted(str(value) for value in values if not re.fullmatch(r"0|[1-9]\d{0,8}", str(value))):
+    texts = {str(value) for value in listed if value not in (None, "")}
+    if not all(map(NUMBER.fullmatch, texts)):
+        return number_names([str(label) for label in classes], [*texts])
+    if odd := [text for text in sorted(texts) if not re.fullmatch(r"0|[1-9]\d{0,5}", text)]:
         raise ValueError(f"{where} has the label {odd[0]}: number classes 0, 1, 2 …, or write names.")
-    labels, largest = np.array([int(label) for label in classes], dtype=np.int64), max(map(int, values))
-    check_labels(np.array([largest]), MAX_CLASSES, where, "number classes from 0")
-    return labels, [str(index) for index in range(largest + 1)]
+    return np.array([int(label) for label in classes]), [str(index) for index in range(max(map(int, texts)) + 1)]
 
 
 # ---- files beside the images ----------------------------------------------------------------------------------------
@@ -130,12 +130,10 @@ def read_label_file(file: str, listing: Listing, columns: Columns) -> dict[str, 
         content = listing.read(listing.names.index(name))
     else:
         raise ValueError(f"labels={file} is not a file, nor one of {', '.join(WAYS)}.")
-    remedy = "write a .csv or .jsonl with two columns, as docs/data.md shows"
     try:
         text = content.decode("utf-8-sig") if kind in (".json", ".csv", ".jsonl") else ""
         if kind == ".json":
-            rows = parse_json(text)["labels"]
-            pairs = None if rows is None else [(name, label) for name, label in rows]
+            pairs = parse_json(text)["labels"]
         elif kind == ".csv":
             pairs = read_columns([*csv.reader(io.StringIO(text, newline=""), strict=True)], columns)
         elif kind == ".jsonl":  # not splitlines, which would also split at U+2028 within a text
@@ -144,16 +142,14 @@ def read_label_file(file: str, listing: Listing, columns: Columns) -> dict[str, 
             pairs = read_columns([heads, *([record.get(head) for head in heads] for record in records)], columns)
         else:
             raise ValueError("its suffix is not .json, .csv or .jsonl")
-    except (ValueError, csv.Error) as error:
-        raise ValueError(f"labels={file} cannot be read, as {error}: {remedy}.") from error
-    except (LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f'labels={file} is not {{"labels": [[name, class], …]}}, as EDM\'s tools write it: '
-                         f"{remedy}.") from error
-    rows = None if pairs is None else dict(pairs)
-    if rows is not None and len(rows) < len({*map(repr, pairs)}):
-        name = next(name for name, label in pairs if rows[name] != label)
-        raise ValueError(f"labels={file} gives {name} two classes: keep one.")
-    return rows
+        rows: dict[str, object] = {}
+        for name, label in pairs or ():
+            if rows.setdefault(name, label) != label:
+                raise ValueError(f"it gives {name} two classes")
+        return None if pairs is None else rows
+    except (ValueError, LookupError, TypeError, AttributeError, csv.Error) as error:
+        raise ValueError(f'labels={file} cannot be read ({first_line(error)}): write EDM\'s {{"labels": [[name, class]'
+                         f", …]}}, or a .csv or .jsonl of two columns, as docs/data.md shows.") from error
 
 
 def read_columns(rows: list[list], columns: Columns) -> list[tuple[str, object]]:

@@ -154,7 +154,7 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     "Flowers' imagelabels.mat": (inside("jpg", FLAT) | {"imagelabels.mat": b"MATLAB 5.0"}, "",
                                  {"labels": "imagelabels.mat"}, ["its suffix is not .json, .csv or .jsonl", "data.md"]),
     "Food-101's {class: [names]}": (inside("images/waffles", FLAT) | {"meta.json": '{"waffles": ["waffles/0"]}'}, "",
-                                    {"labels": "meta.json"}, ['is not {"labels": [[name, class], …]}, as EDM']),
+                                    {"labels": "meta.json"}, ["meta.json cannot be read ('labels'): write"]),
     "LSUN's lmdb": ({"bedroom_lmdb/data.mdb": b"", "bedroom_lmdb/lock.mdb": b""}, "bedroom_lmdb", {},
                     ["holds no images among 2 files, such as ", ".mdb"]),
     "source='photos/*'": (inside("photos", MRI), "photos/*", {}, ["names 2 paths", "photos/T", "source=", "/photos."]),
@@ -166,6 +166,7 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     "cat_0_1.png, as ADM reads it": (numbered("cat_0_1.png", "x/cat_1_2.png", "dog_0_1.png"), "", {"labels": "names"},
                                      "cat cat dog"),
     "a name without _": (numbered("cat_0.png", "dog.png"), "", {"labels": "names"}, ["no class for 1 of", "dog.png"]),
+    "a name without _ in a folder with one": (numbered("my_set/dog.png"), "", {"labels": "names"}, ["no class for 1"]),
     "names that may be classes": (numbered("cat_0.png", "dog_1.png"), "", {}, [
         "set one: labels=names: 2 classes (cat, dog); labels=none"]),
     # EDM's tools.
@@ -180,13 +181,13 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     "dataset.json of a part": (EDM | dataset(PAIRS[:5]), "", BY_DATASET, ["no class for 1 of the 6 images"]),
     "one-hot labels": (EDM | dataset([[name, [0.0, 1.0]] for name in EDM]), "", BY_DATASET,
                        ["label [0.0, 1.0], which is neither"]),
-    "another JSON": (EDM | {"dataset.json": "{"}, "", BY_DATASET, ["dataset.json cannot be read, as "]),
+    "another JSON": (EDM | {"dataset.json": "{"}, "", BY_DATASET, ["dataset.json cannot be read (Expecting"]),
     # CSV and JSON lines.
     "Hugging Face's metadata.csv": (FLAT | {"metadata.csv": table("file_name,label\n", "{0},{1}")}, "",
                                     {"labels": "metadata.csv"}, RIGHT),
     "metadata.csv beside class folders": (MRI | {"Training/metadata.csv": "a,b\n"}, "Training", {}, [
-        "set one: labels=folders: 2 classes (glioma, none); labels=", "metadata.csv cannot be read, as it has the "
-        "columns a, b, not name_column=file_name and label_column=label: write", "shows; labels=none: 1 class (all)."]),
+        "set one: labels=folders: 2 classes (glioma, none); labels=", "metadata.csv cannot be read (it has the "
+        "columns a, b, not name_column=file_name and label_column=label): ", "shows; labels=none: 1 class (all)."]),
     "a CSV above the images": (inside("train", FLAT) | {"train.csv": table("file_name,label\n", "train/{0},{1}")},
                                "train", {"labels": "train.csv"}, RIGHT),
     "Kaggle's train.csv": (inside("train", FLAT) | {"train.csv": table("id,label\n", "{0},{1}")}, "train",
@@ -209,11 +210,11 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     "two labels of one image": (FLAT | {"x.csv": f"{HEAD}0.png,a\n0.png,b\n"}, "", BY_CSV, ["gives 0.png two classes"]),
     "two readings of the names": (numbered("0.png", "x/0.png") | {"x/x.csv": f"{HEAD}0.png,a\n"}, "",
                                   {"labels": "x/x.csv"}, ["names two sets of images"]),
-    "latin-1": (FLAT | {"x.csv": f"{HEAD}ä,b\n".encode("latin-1")}, "", BY_CSV, ["x.csv cannot be read, as 'utf-8'"]),
+    "latin-1": (FLAT | {"x.csv": f"{HEAD}ä,b\n".encode("latin-1")}, "", BY_CSV, ["x.csv cannot be read ('utf-8'"]),
     "U+2028 in JSON lines": (FLAT | {"metadata.jsonl": json_lines()}, "", {"labels": "metadata.jsonl"}, RIGHT),
     "U+2028 in CSV": (FLAT | {"x.csv": table("file_name,text,label\n", "{0},a\u2028b,{1}")}, "", BY_CSV, RIGHT),
     "metadata.parquet": (FLAT | {"metadata.parquet": parquet(file_name=[*FLAT], label=[0] * 6)}, "", {},
-                         ["metadata.parquet cannot be read, as its suffix is not", "labels=none: 1 class"]),
+                         ["metadata.parquet cannot be read (its suffix is not", "labels=none: 1 class"]),
     # webdataset and img2dataset.
     ".cls files in tars": ({"0.tar": SAMPLES}, "0.tar", {}, "0 1 2 0 1 2"),
     "unpacked": (SAMPLES, "", {}, "0 1 2 0 1 2"),
@@ -226,7 +227,7 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     "its labels": (IMG2DATASET, "", {"labels": "json"}, RIGHT),
     "its other column": (IMG2DATASET, "", {"labels": "json", "label": "kind"}, ["00000/0.json has no kind"]),
     "its parquet files beside the images": (inside("00000", FLAT) | {"00000.parquet": parquet(key=[1])}, "", {},
-                                            ["labels=folders: 1 class", "00000.parquet cannot be read, as its suffix"]),
+                                            ["labels=folders: 1 class", "00000.parquet cannot be read (its suffix"]),
     "its parquet files beside tars": ({"x/0.tar": SAMPLES, "x/0.parquet": parquet(key=[1])}, "x", {},
                                       ["1 tars and 1 images or parquet files", "/*.tar"]),
     "a set of tars with one missing": ({"x/0.tar": SAMPLES, "x/1.tar": SAMPLES}, "x/{0..2}.tar", {},
