@@ -234,10 +234,10 @@ class OwnDecoder(Autoencoder):
         device: torch.device | str,
     ):
         self.name, self.function, self.device, self.channels = name, function, device, shape[0]
-        found = tuple(function(torch.zeros(1, *shape, device=device)).shape)
-        self.downsample = found[-1] // shape[2]
-        if not self.downsample or found != (1, 3, shape[1] * self.downsample, shape[2] * self.downsample):
-            raise ValueError(f"autoencoder={name} maps one latent {(1, *shape)} to {found}; images are (1, 3, H, W), "
+        decoded = tuple(function(torch.zeros(1, *shape, device=device)).shape)
+        self.downsample = decoded[-1] // shape[2]
+        if not self.downsample or decoded != (1, 3, shape[1] * self.downsample, shape[2] * self.downsample):
+            raise ValueError(f"autoencoder={name} maps one latent {(1, *shape)} to {decoded}; images are (1, 3, H, W), "
                              f"with H and W multiples of {shape[1]} and {shape[2]}.")
 
     def _decode(self, z: torch.Tensor) -> torch.Tensor:

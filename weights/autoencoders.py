@@ -120,14 +120,6 @@ def _read_config(folder: str) -> dict:
     return config
 
 
-def _variant(folder: Path) -> str | None:
-    """Returns the variant that a folder was saved with, such as "fp16", or None if it has weights without one."""
-    names = [re.fullmatch(r"diffusion_pytorch_model(\.\w+)?\.safetensors(?:\.index(\.\w+)?\.json)?", file.name)
-             for file in sorted(folder.iterdir())]
-    variants = [(found[1] or found[2] or "").lstrip(".") for found in names if found]
-    return None if not variants or "" in variants else variants[0]
-
-
 def _from_folder(folder: str, dtype: torch.dtype) -> torch.nn.Module:
     import diffusers  # slow: takes seconds
 
@@ -135,10 +127,9 @@ def _from_folder(folder: str, dtype: torch.dtype) -> torch.nn.Module:
     for file in Path(folder).glob("*.safetensors"):
         refuse_pointer(file)
     try:
-        vae, found = network.from_pretrained(
-            folder, use_safetensors=True, torch_dtype=dtype, local_files_only=True, output_loading_info=True,
-            variant=_variant(Path(folder)))
-        if lacking := found["missing_keys"]:  # diffusers only warns, and leaves them random
+        vae, report = network.from_pretrained(
+            folder, use_safetensors=True, torch_dtype=dtype, local_files_only=True, output_loading_info=True)
+        if lacking := report["missing_keys"]:  # diffusers only warns, and leaves them random
             raise ValueError(f"the weights lack {len(lacking)} tensors, {lacking[0]} first")
     except Exception as error:  # missing, truncated or mismatched weights all raise different types
         raise ValueError(f"autoencoder={folder} has no diffusion_pytorch_model.safetensors that can be read and fits "
@@ -152,18 +143,18 @@ def _from_folder(folder: str, dtype: torch.dtype) -> torch.nn.Module:
 
 def ldm_key(key: str, num_levels: int) -> str:
     """Translates a key of diffusers' AutoencoderKL to the one in latent diffusion's AutoencoderKL (CompVis)."""
-    def level(found: re.Match) -> str:
-        index = int(found[2])  # LDM counts a decoder's levels from the pixels, diffusers from the latent
-        return f"down.{index}." if found[1] == "down" else f"up.{num_levels - 1 - index}."
+    def level(match: re.Match) -> str:
+        index = int(match[2])  # LDM counts a decoder's levels from the pixels, diffusers from the latent
+        return f"down.{index}." if match[1] == "down" else f"up.{num_levels - 1 - index}."
 
     key = re.sub(r"(down|up)_blocks\.(\d+)\.", level, key)
-    for ours, theirs in (
+    for ours, ldm in (
         (r"mid_block\.resnets\.0", "mid.block_1"), (r"mid_block\.resnets\.1", "mid.block_2"),
         (r"mid_block\.attentions\.0", "mid.attn_1"), ("resnets", "block"), ("attentions", "attn"),
         (r"(down|up)samplers\.0\.conv", r"\1sample.conv"), ("conv_shortcut", "nin_shortcut"),
         ("conv_norm_out", "norm_out"), ("group_norm", "norm"), (r"to_([qkv])\.", r"\1."), (r"to_out\.0", "proj_out"),
     ):
-        key = re.sub(ours, theirs, key)
+        key = re.sub(ours, ldm, key)
     return key
 
 
@@ -189,11 +180,11 @@ def _from_ldm(file: Path) -> torch.nn.Module:
     with torch.device("meta"):
         vae = AutoencoderKL(**options)
     expected = vae.state_dict()
-    theirs = {key: ldm_key(key, len(levels)) for key in expected}
-    if lacking := [name for name in theirs.values() if name not in state]:
+    names = {key: ldm_key(key, len(levels)) for key in expected}
+    if lacking := [name for name in names.values() if name not in state]:
         raise ValueError(f"autoencoder={file} lacks {len(lacking)} tensors of an AutoencoderKL, {lacking[0]} first.")
     # A 1x1 convolution and a linear layer hold the same numbers.
-    vae.load_state_dict({key: state[name].float().reshape(expected[key].shape) for key, name in theirs.items()},
+    vae.load_state_dict({key: state[name].float().reshape(expected[key].shape) for key, name in names.items()},
                         assign=True)
     return vae
 

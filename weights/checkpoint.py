@@ -43,8 +43,8 @@ def step_of(folder: Path) -> int:
 
 
 def run_of(folder: Path) -> Path | None:
-    """Returns the run that a checkpoint or a snapshot of averages belongs to, if any."""
-    return folder.parent.parent if folder.parent.name in ("checkpoints", "averages") else None
+    """Returns the run that a checkpoint belongs to, if any."""
+    return folder.parent.parent if folder.parent.name == "checkpoints" else None
 
 
 def file_of(folder: Path, name: str) -> Path:
@@ -52,7 +52,7 @@ def file_of(folder: Path, name: str) -> Path:
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise ValueError(f"meta.json names {name[:100]!r}, which is not a file of the folder")
     run = run_of(folder)
-    return folder / name if run is None else inside(run, folder.parent.name, folder.name, name)
+    return folder / name if run is None else inside(run, "checkpoints", folder.name, name)
 
 
 def all_steps(run: Path) -> list[Path]:
@@ -135,8 +135,8 @@ def save(
 ) -> None:
     """Writes `tensors[name]` to `folder/name.safetensors` and `meta` to `meta.json`, all or nothing.
 
-    If tensors are gathered from other ranks, `values` yields them in the order of `tensors_in_order`. An existing complete
-    checkpoint is not written again. Raises OSError with the space needed and the space left.
+    If tensors are gathered from other ranks, `values` yields them in the order of `tensors_in_order`. An existing
+    complete checkpoint is not written again. Raises OSError with the space needed and the space left.
     """
     if folder.is_dir() and problem(folder) is None:
         return

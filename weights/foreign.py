@@ -59,7 +59,7 @@ class Weights:
 
 
 def find_in_folder(folder: Path) -> Path | None:
-    """Finds the weights file of a folder, or of diffusers' pipeline; None without any. Raises ValueError for several."""
+    """Finds the weights file of a folder, or of diffusers' pipeline, if any; raises ValueError for several."""
     place = folder / "transformer" if (folder / "model_index.json").is_file() else folder
     candidates = sorted(file for file in place.glob("*") if file.suffix in SUFFIXES)
     if len(candidates) > 1:

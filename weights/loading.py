@@ -186,7 +186,8 @@ class Trained:
         labels = "" if self.net.null_label else f" no null label (num_classes={self.net.num_classes}),"
         return (f"{self.checkpoint.file} has no record. Using {self.description}, as {self.family} "
                 f"({FAMILIES[self.family].meaning}), {self.recorded['network']['num_heads']} heads,{labels} decoded "
-                f"by {self.autoencoder}. To change it, set weights=, diffusion_name=, num_heads=, num_classes=, autoencoder=.")
+                f"by {self.autoencoder}. To change it, set weights=, diffusion_name=, num_heads=, num_classes=, "
+                f"autoencoder=.")
 
 
 def other_data(trained: Trained, class_names: list[str] | None, convention: Convention | None) -> list[str]:
@@ -202,7 +203,7 @@ def other_data(trained: Trained, class_names: list[str] | None, convention: Conv
 
 def load_trained(
     path: str | Path | Checkpoint,          # as in find_checkpoint, or what it returned
-    weights: str | None = None,             # ema, model, ema-0.999 …, or a key of other people's file; None: the average
+    weights: str | None = None,             # ema, model, ema-0.999 …, or a key of others' file; None: the average
     diffusion: str | None = None,           # for weights without a record: a name in FAMILIES
     autoencoder: str | None = None,         # overrides the recorded one
     device: torch.device | str = "cpu",

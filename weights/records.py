@@ -36,9 +36,8 @@ class Keywords(Settings):
 def keywords(*kinds: type, **others: Any) -> type[Keywords]:
     """Declares constructors' keywords by their signatures' types and defaults; `others` replaces or drops some."""
     parameters = [one for kind in kinds for one in inspect.signature(kind).parameters.values()]
-    own = {one.name: (one.annotation, ... if one.default is one.empty else one.default) for one in parameters
-           if one.name not in others}
-    return create_model("Keywords", __base__=Keywords, **own, **{name: one for name, one in others.items() if one})
+    declared = {one.name: (one.annotation, ... if one.default is one.empty else one.default) for one in parameters}
+    return create_model("Keywords", __base__=Keywords, **{name: one for name, one in (declared | others).items() if one})
 
 
 RouteSettings = keywords(Route)  # `resolve_routes` checks the ranges
@@ -91,24 +90,28 @@ class CheckpointRecord(Record):
     parent: ParentRecord | None = None
     null_label: bool = True                      # whether label dropout has trained it
     config: dict = {}
-    weights: str | None = None                   # in an export: ema or model, which are file names in a checkpoint
+
+
+def read_network(network: dict) -> dict:
+    """Completes a network's keywords with defaults; raises ValueError for those that do not fit."""
+    return read(NetworkRecord, network, "A network's record: ").model_dump()
 
 
 def architecture(network: dict) -> dict:
     """Returns the keywords of a network that its weights depend on; raises ValueError for keywords that do not fit."""
-    known = read(NetworkRecord, network, "A network's record: ").model_dump()
-    if known["fusion"]:  # its weights depend only on the blocks of the route
-        ends = [(route["start_layer_idx"], route["end_layer_idx"]) for route in known["routes"]]
-        known["fusion"] = [[i % known["depth"] for i in pair] for pair in ends]
-    return {key: value for key, value in known.items() if key not in ("routes", "init", *ROUTER_DEFAULTS)}
+    complete = read_network(network)
+    if complete["fusion"]:  # its weights depend only on the blocks of the route
+        ends = [(route["start_layer_idx"], route["end_layer_idx"]) for route in complete["routes"]]
+        complete["fusion"] = [[i % complete["depth"] for i in pair] for pair in ends]
+    return {key: value for key, value in complete.items() if key not in ("routes", "init", *ROUTER_DEFAULTS)}
 
 
 def build_network(network: dict) -> DiT:
     """Builds a DiT from plain keywords, with `routes` as dicts; raises ValueError for keywords that do not fit."""
-    known = read(NetworkRecord, network, "A network's record: ").model_dump()
-    kind = partial(FusingRouter, known["hidden_size"]) if known.pop("fusion") else Router
-    router = kind(**{key: known.pop(key) for key in ROUTER_DEFAULTS})
-    return DiT(**{**known, "routes": [Route(**route) for route in known["routes"]]}, router=router)
+    complete = read_network(network)
+    kind = partial(FusingRouter, complete["hidden_size"]) if complete.pop("fusion") else Router
+    router = kind(**{key: complete.pop(key) for key in ROUTER_DEFAULTS})
+    return DiT(**{**complete, "routes": [Route(**route) for route in complete["routes"]]}, router=router)
 
 
 def build_schedule(net: DiT, record: dict, seed: int) -> RouteSchedule:

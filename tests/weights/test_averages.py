@@ -8,7 +8,6 @@ import torch
 import training_runs
 from conftest import run_command
 from safetensors.torch import load_file
-from test_sharding import SMALL, all_well, on_ranks
 from training_runs import assert_same_end, command
 
 import fid
@@ -110,6 +109,8 @@ def test_grids_and_scores_are_of_the_averages_that_are_named(shapes, pixel_refer
 
 
 def test_two_ranks_and_shards_keep_the_same_averages_over_a_stop(shapes, tmp_path):
+    from test_sharding import SMALL, all_well, on_ranks
+
     all_well(on_ranks(2, *(command(tmp_path / how, shapes, *SMALL, *SEVERAL, f"sharding={how}", f"steps={steps}")[1:]
                            for how in ("none", "fsdp") for steps in (3, 6))))
     ends = [checkpoints.latest(tmp_path / how) for how in ("none", "fsdp")]

@@ -1,6 +1,5 @@
 """One door opens a run, a checkpoint, a repository of the Hugging Face Hub, or other people's file or folder."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import pytest
 import torch
 from conftest import run_command
 from huggingface_hub import constants
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from training_runs import write_run
 
 import sample
@@ -127,7 +126,7 @@ def test_a_local_path_comes_before_the_hub(here):
     (lambda folder: (folder / "ema.safetensors").write_bytes(b"x"), "size or SHA-256 differs"),
     (lambda folder: checkpoints.write_meta(folder, checkpoints.read_meta(folder) | {
         "files": {"../../../../../secret": {"bytes": 4, "sha256": ""}}}), "which is not a file of the folder"),
-    (lambda folder: (folder / "meta.json").write_text(json.dumps({"files": {}, "step": 2})), "holds no ema.safetensors"),
+    (lambda folder: (folder / "meta.json").write_text('{"files": {}, "step": 2}'), "holds no ema.safetensors"),
 ])
 def test_a_repository_that_is_not_a_complete_checkpoint_is_refused(spoil, says, here):
     Path("secret").write_text("mine")
