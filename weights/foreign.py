@@ -63,8 +63,8 @@ def find_in_folder(folder: Path) -> Path | None:
     place = folder / "transformer" if (folder / "model_index.json").is_file() else folder
     candidates = sorted(file for file in place.glob("*") if file.suffix in SUFFIXES)
     if len(candidates) > 1:
-        raise ValueError(f"{place} holds several weights files: name one of {', '.join(map(str, candidates))}. Join "
-                         f"shards first, where they were made.")
+        raise ValueError(f"{place} holds several weights files: name one of {', '.join(map(str, candidates))}, or join "
+                         f"them if they are shards of one network.")
     return candidates[0] if candidates else None
 
 
@@ -128,7 +128,7 @@ def choose(networks: Mapping[str, object], content: Mapping, weights: str | None
     if not selected:
         raise ValueError(f"it has no weights={weights}: {f'set {choices}' if choices else 'leave weights= out'}")
     if len(selected) > 1:
-        raise ValueError(f"it holds several networks: set {choices}")
+        raise ValueError(f"it holds several networks: set {choices}, or save one of them by itself")
     if weights is None and averages and role_of(selected[0]) != "ema":
         raise ValueError(f"its {averages[0]} is no state dict of a DiT: set {choices} to take it instead")
     return selected[0]

@@ -2,7 +2,7 @@
 
 Tested elsewhere: an image of a batch sampled alone by its seed (huggingface/diffusers#6233, Comfy-Org/ComfyUI#2134) and
 guidance of the first channels alone (facebookresearch/DiT#41, hustvl/LightningDiT#21) in
-tests/weights/test_weights_in.py; labels beside the images (openai/guided-diffusion#117) and classes whose names are
+tests/weights/test_foreign.py; labels beside the images (openai/guided-diffusion#117) and classes whose names are
 numbers (its #56) in test_sample.py.
 """
 
