@@ -1,13 +1,15 @@
 """Puts the project root and the folders of tests on the import path and finds the real data that some need."""
 
+import ast
 import atexit
+import functools
+import importlib
 import json
 import os
 import shutil
 import signal
 import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +55,25 @@ def run_command(entry, program: str, *overrides: str, **settings) -> None:
         entry()
 
 
+@functools.cache
+def commands() -> dict[str, tuple[Path, str]]:
+    """File and name of the declared settings of every function that is a command, by its config."""
+    listed = {}
+    for file in (*ROOT.glob("*.py"), *ROOT.glob("scripts/**/*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            for call in getattr(node, "decorator_list", []):
+                if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "command":
+                    listed[call.args[0].value] = file, call.args[1].id
+    return listed
+
+
+def command_of(name: str) -> tuple:
+    """Imports the command of a config; returns its entry and its declared settings."""
+    file, declared = commands()[name]
+    module = importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
+    return getattr(module, "compare_guided" if name == "rf" else "main"), getattr(module, declared)
+
+
 def one_rank():
     from accelerate import PartialState
 
@@ -96,7 +117,7 @@ def graphs(monkeypatch):
 
     torch._dynamo.reset()
     counter, compiled = CompileCounterWithBackend("aot_eager"), torch.compile
-    monkeypatch.setattr(torch, "compile", partial(compiled, backend=counter, fullgraph=True))
+    monkeypatch.setattr(torch, "compile", functools.partial(compiled, backend=counter, fullgraph=True))
     return counter
 
 

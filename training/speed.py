@@ -61,11 +61,13 @@ def make_accelerator(
     """Makes training's Accelerator, with its ranks, device, autocast and gradient accumulation."""
     set_float32(tf32)
     require_plain_launch()
-    return Accelerator(
-        mixed_precision=PRECISIONS[precision],
-        cpu=check_device(cpu, precision=precision),
-        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=grad_accum_steps),
-        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True),
-                         InitProcessGroupKwargs(timeout=ranks.TIMEOUT)],
-        **options,
-    )
+    cpu = check_device(cpu, precision=precision)
+    with ranks.joining():
+        return Accelerator(
+            mixed_precision=PRECISIONS[precision],
+            cpu=cpu,
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=grad_accum_steps),
+            kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+                             InitProcessGroupKwargs(timeout=ranks.TIMEOUT)],
+            **options,
+        )

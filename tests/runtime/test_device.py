@@ -1,47 +1,44 @@
-"""A GPU that torch cannot use, or only slowly, ends a command in a sentence; GPUs, drivers and processes are fake."""
+"""The device of a command, with fake GPUs: one that cannot compute is an error, and how it multiplies is recorded."""
 
-import ctypes
+import json
 import os
-import warnings
 
 import forked
 import pytest
 import torch
 from conftest import pytest_configure, run_command
+from PIL import Image
+from training_runs import train_here
 
 import fid
 import sample
 import train
 from runtime import device
-from runtime.device import check_device, join_ranks
-from scripts import benchmark, prepare_latents
+from runtime.device import check_device, describe_device, join_ranks, require_plain_launch, set_float32
+from scripts import prepare_latents
+from training import run as run_parts
 from training import speed
-
-ARCHITECTURES = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]  # of torch 2.15 for CUDA 13.2
+from training.speed import make_accelerator
 
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """Makes torch see GPUs: gpus(count, capability, name)."""
-    def make(count=1, capability=(9, 0), name="H100"):
+    """Makes torch see GPUs: gpus(count, capability)."""
+    def make(count=1, capability=(9, 0)):
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         for function, value in {"is_available": True, "device_count": count, "get_device_capability": capability,
-                                "get_device_name": name, "get_arch_list": ARCHITECTURES}.items():
+                                "get_device_name": "Tesla T4"}.items():
             monkeypatch.setattr(torch.cuda, function, lambda *_, value=value: value)
-    monkeypatch.setattr(torch.version, "cuda", "13.2")
+        monkeypatch.setattr(torch, "ones", lambda size, device, ones=torch.ones: ones(size))
     return make
 
 
 @pytest.fixture
-def driver(monkeypatch):
-    """Makes NVIDIA's driver answer, where torch sees no GPU: driver(error, CUDA, number of GPUs)."""
-    def make(error, cuda, count):
-        monkeypatch.setattr(device, "ask_driver", lambda: (error, cuda, count))
-        monkeypatch.setattr(device, "driver_version", lambda: "550.54.15")
+def unusable(monkeypatch):
+    """A machine with a GPU's device file and a torch that sees none."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.version, "cuda", "13.2")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    return make
+    monkeypatch.setattr(device.Path, "glob", lambda self, pattern: iter(["/dev/nvidia0"]))
 
 
 def test_the_suite_hides_gpus_from_every_process_that_it_starts(monkeypatch, pytestconfig):
@@ -54,87 +51,42 @@ def test_the_suite_hides_gpus_from_every_process_that_it_starts(monkeypatch, pyt
     assert "CUDA_VISIBLE_DEVICES" not in os.environ  # python -m pytest -m gpu sees them
 
 
-@pytest.mark.parametrize(("answer", "words"), [
-    ((0, (12, 4), 8), r"CUDA 13\.2\) cannot use, as its driver 550\.54\.15 is for CUDA 12\.4: install driver 580 or "
-                      r"newer, or a torch wheel for CUDA 12 .*cpu=true"),
-    ((803, (13, 2), 0), "driver 550.54.15 reports error 803"),
-    ((None, None, 0), "libcuda.so.1 is not installed"),
+@pytest.mark.parametrize(("visible", "has_file", "is_error"), [
+    (None, True, True), ("0", False, True), ("", True, False), ("-1", True, False), ("NoDevFiles", True, False),
+    (None, False, False),
 ])
-def test_a_driver_that_is_old_fails_or_lacks_its_library_beside_a_gpu_is_an_error(driver, answer, words, monkeypatch):
-    driver(*answer)
-    monkeypatch.setattr(device.Path, "glob", lambda self, pattern: iter(["/dev/nvidia0"]))
-    with pytest.raises(ValueError, match=words):
-        check_device(False)
+def test_no_command_computes_on_the_cpu_unnoticed_where_there_is_a_gpu(unusable, monkeypatch, visible, has_file,
+                                                                       is_error):
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    if not has_file:
+        monkeypatch.setattr(device.Path, "glob", lambda self, pattern: iter([]))
     assert check_device(True)
-
-
-def test_gpus_that_the_user_has_hidden_are_no_error(driver, monkeypatch):
-    driver(0, (12, 4), 8)
-    for hidden in ("", "-1", "NoDevFiles"):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-        assert check_device(False)
-
-
-def test_a_machine_without_a_gpu_computes_on_the_cpu_without_a_warning(driver):
-    with warnings.catch_warnings(action="error"):
-        driver(None, None, 0)
-        assert check_device(False, precision="bf16")
-        driver(device.NO_DEVICE, (13, 2), 0)
+    if is_error:
+        with pytest.raises(ValueError, match=r"has a GPU that torch .* cannot use: .*nvidia-smi.*cpu=true"):
+            check_device(False)
+    else:
         assert check_device(False, precision="bf16")
 
 
-def test_a_gpu_that_the_container_was_not_given_and_a_torch_without_cuda_are_a_warning(driver, monkeypatch):
-    driver(device.NO_DEVICE, (13, 2), 0)
-    with monkeypatch.context() as patch, pytest.warns(UserWarning,
-                                                      match="none is given to this container or job.*--gpus"):
-        patch.setattr(device.Path, "glob", lambda self, pattern: iter(["/dev/nvidia0"]))
-        assert check_device(False)
-    driver(0, (13, 2), 1)
-    monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.warns(UserWarning, match="torch .* is built without CUDA"):
-        assert check_device(False)
-
-
-def test_the_drivers_library_is_asked_for_its_cuda_and_its_gpus(monkeypatch):
-    class Library:
-        def cuDriverGetVersion(self, version): version._obj.value = 12040
-        def cuInit(self, flags): return 0
-        def cuDeviceGetCount(self, count): count._obj.value = 2
-
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: Library())
-    assert device.ask_driver() == (None, (12, 4), 2)
-    monkeypatch.setattr(Library, "cuInit", lambda *_: 803)
-    assert device.ask_driver() == (803, (12, 4), 0)
-
-
-@pytest.mark.parametrize("capability", [(7, 5), (8, 9), (9, 0), (12, 1), (13, 0)])
-def test_a_gpu_that_torch_has_kernels_for_is_used(gpus, capability):
-    gpus(capability=capability)
+def test_a_gpu_that_torch_has_no_kernels_for_is_an_error(gpus, monkeypatch):
+    gpus()
     assert not check_device(False)
 
+    def fail(*_, **__):
+        raise RuntimeError("CUDA error: no kernel image is available for execution on the device\nCUDA kernel errors")
 
-@pytest.mark.parametrize("capability", [(6, 1), (7, 0)])
-def test_a_gpu_that_torch_has_no_kernels_for_is_named_with_those_that_it_has(gpus, capability):
-    gpus(capability=capability, name="Tesla V100")
-    with pytest.raises(ValueError, match=r"Tesla V100 has compute capability {}\.{}, and torch .* is built for sm_75, "
-                                         r".*cpu=true".format(*capability)):
+    monkeypatch.setattr(torch, "ones", fail)
+    with pytest.raises(ValueError, match=r"^Tesla T4 cannot compute \(CUDA error: no kernel image .*device\): .*cpu="):
         check_device(False)
-
-
-@pytest.mark.parametrize(("kernels", "capability", "runs"), [
-    ("sm_90a", (9, 0), True), ("sm_90a", (10, 0), False), ("sm_100a", (10, 3), False), ("sm_100f", (10, 3), True),
-    ("compute_90", (8, 9), False),
-])
-def test_what_is_compiled_for_one_model_alone_runs_on_no_other(kernels, capability, runs):
-    assert device.runs_on(kernels, capability) == runs
 
 
 def test_bf16_that_a_gpu_would_emulate_is_an_error_that_names_fp16(gpus):
-    gpus(capability=(7, 5), name="Tesla T4")
-    with pytest.raises(ValueError, match=r"precision=bf16 needs compute capability 8\.0 .* Tesla T4, .* 7\.5, .*: set "
-                                         r"precision=fp16"):
+    gpus(capability=(7, 5))
+    with pytest.raises(ValueError, match="^precision=bf16 would be emulated .*Tesla T4.* set precision=fp16 or "
+                                         "precision=fp32"):
         check_device(False, precision="bf16")
-    with pytest.raises(ValueError, match="decode_precision=bf16 needs"):
+    with pytest.raises(ValueError, match="decode_precision=bf16 would"):
         join_ranks(False, False, {"precision": "fp16", "decode_precision": "bf16"})
     assert not check_device(False, precision="fp16")
 
@@ -149,33 +101,92 @@ def test_more_processes_than_gpus_are_an_error_with_both_numbers(gpus, monkeypat
         check_device(False)
 
 
-@pytest.mark.parametrize("rank", range(8))
+@pytest.mark.parametrize("rank", [0, 7])
 def test_a_rank_that_sees_one_gpu_of_its_own_uses_that_one(gpus, monkeypatch, fresh_accelerator, rank):
     gpus()
-    for name, value in forked.ranks_of(2)[0].items():
+    for name, value in forked.ranks_of(2)[0].items() | {("LOCAL_RANK", str(rank))}:  # of Slurm's --gpus-per-task=1
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("LOCAL_RANK", str(rank))  # of Slurm's tasks with --gpus-per-task=1
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda **_: None)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 8)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    for function, value in {"init_process_group": None, "get_world_size": 8, "get_rank": rank}.items():
+        monkeypatch.setattr(torch.distributed, function, lambda *_, value=value, **__: value)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     state = join_ranks(False, False)
     # DDP and barriers take the device from the local index, FSDP's mesh from the environment.
     assert (state.device, state.local_process_index, os.environ["LOCAL_RANK"]) == (torch.device("cuda:0"), 0, "0")
-    assert state.process_index == rank
 
 
-def test_every_command_that_computes_checks_the_gpu_first(driver, tmp_path):
-    driver(0, (12, 4), 1)
-    with pytest.raises(ValueError, match=r"driver 550\.54\.15 is for CUDA 12\.4"):
-        speed.make_accelerator("bf16", 1, False)
-    for entry, program, given in ((train.main, "train.py", ["experiment=quickstart", "data.path=no/latents"]),
-                                  (sample.main, "sample.py", ["checkpoint=no/run"]),
-                                  (sample.compare_guided, "rf.py", ["checkpoint=no/run"]),
-                                  (fid.main, "fid.py", ["images=no.npz", "reference=no.npz"]),
-                                  (prepare_latents.main, "prepare_latents.py",
-                                   ["source=shapes", f"out={tmp_path}/out"]),
-                                  (benchmark.main, "benchmark.py", [f"out={tmp_path}/out"])):
-        with pytest.raises(SystemExit, match=rf"^{program}: This machine has a GPU that torch .* cannot use"):
-            run_command(entry, program, *given)
-    assert not any(tmp_path.iterdir())
+@pytest.mark.parametrize(("environment", "words"), [
+    # NVlabs/Long-RL#20: srun without RANK
+    ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "8"}, "srun has started 8 processes"),
+    # Lightning-AI/pytorch-lightning#15011 and #6206: srun --pty, srun torchrun
+    ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"}, None),
+    ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "WORLD_SIZE": "16"}, None),
+    # huggingface/accelerate#3203 and #2298: the default config wraps the network, or compiles
+    *(({f"ACCELERATE_USE_{name}": "true"}, "config turns .* torchrun, or turn it off by `accelerate config`")
+      for name in ("DEEPSPEED", "FSDP", "MEGATRON_LM")),
+    ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "compiles by INDUCTOR .* torchrun, .* train.py has compile=true"),
+    *(({"ACCELERATE_DYNAMO_BACKEND": name}, None) for name in ("NO", "no")),
+])  # fmt: skip
+def test_a_launcher_that_would_change_the_run_is_refused_by_every_command(environment, words, monkeypatch):
+    for name in ("WORLD_SIZE", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if words is None:
+        require_plain_launch()
+        return
+    for make in (require_plain_launch, lambda: make_accelerator("fp32", 1, False, True),
+                 lambda: join_ranks(True, False)):
+        with pytest.raises(ValueError, match=words):
+            make()
+
+
+def test_settings_of_a_launcher_change_neither_precision_nor_accumulation(monkeypatch, fresh_accelerator):
+    """huggingface/accelerate#1011: ACCELERATE_GRADIENT_ACCUMULATION_STEPS, and the mixed precision of a config."""
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    accelerator = make_accelerator("fp32", 2, tf32=False, cpu=True)
+    assert (accelerator.gradient_accumulation_steps, accelerator.mixed_precision) == (2, "no")
+
+
+@pytest.mark.parametrize("tf32", [True, False])
+def test_tf32_reaches_matrix_products_and_convolutions_and_the_record(tf32, monkeypatch):
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    try:
+        set_float32(tf32)
+        assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")
+        assert torch.backends.cudnn.allow_tf32 is tf32
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+        for capability, has in (((8, 0), tf32), ((7, 5), False)):  # T4 and older have none
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
+            assert describe_device(torch.device("cuda")) == {"device": "a GPU", "tf32": has}
+        assert describe_device(torch.device("cpu")) == {"device": "cpu", "tf32": False}
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
+
+
+def test_every_command_checks_the_gpu_sets_tf32_and_records_it(shapes, tmp_path, monkeypatch):
+    for module in (device, run_parts):
+        monkeypatch.setattr(module, "multiplies_in_tf32", lambda device: "asked")
+    asked, checked = [], []
+    for module in (device, speed):
+        monkeypatch.setattr(module, "set_float32", asked.append)
+        monkeypatch.setattr(module, "check_device", lambda cpu, **precisions: checked.append(precisions) or True)
+    run = tmp_path / "run"
+    result = train_here(run, shapes, "steps=1", "model.depth=3", "model.routes=[]", "compile=false", "samples.every=1",
+                        "samples.seeds=0-1", "samples.num_steps=1", "tf32=false")
+    assert result.returncode == 0, result.stderr
+    run_command(sample.main, "sample.py", checkpoint=run, tf32=False, num_steps=1, seeds="0-3", out=tmp_path / "x.png")
+    run_command(prepare_latents.main, "prepare_latents.py", "source=shapes", "shapes.count=8",
+                f"out={tmp_path}/latents", "tf32=false")
+    run_command(fid.main, "fid.py", f"reference_from={shapes}", "features=pixels", f"out={tmp_path}/reference.npz",
+                "tf32=false")
+    run_command(fid.main, "fid.py", f"images={shapes}", f"reference={tmp_path}/reference.npz", "features=pixels",
+                "num_samples=8", "tf32=false", f"results={tmp_path}/results.jsonl")
+    records = [(run / "checkpoints/step-00000001/meta.json").read_text(), (tmp_path / "results.jsonl").read_text(),
+               (tmp_path / "latents/metadata.json").read_text(), *(Image.open(grid).text["sampling"] for grid in (
+                   run / "samples/step-00000001.png", tmp_path / "x.png"))]
+    for record in map(json.loads, records):
+        assert (record["history"][0] if "history" in record else record)["tf32"] == "asked"
+    assert asked == 5 * [False] and [*map(len, checked)] == [1, 2, 1, 2, 2]

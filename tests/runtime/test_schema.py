@@ -1,0 +1,124 @@
+"""Settings and records are declared: a value of a wrong type or range raises a one-line error."""
+
+import json
+from typing import Annotated
+
+import pytest
+from pydantic import Field
+
+from runtime.schema import (
+    Count,
+    Fraction,
+    Number,
+    Record,
+    Selection,
+    Settings,
+    Size,
+    Text,
+    first_line,
+    name_of_changes,
+    one_of,
+    read,
+    read_record,
+    unknown_key,
+)
+
+
+class Part(Settings):
+    start: int
+    share: Annotated[float, Field(ge=0, lt=1)]
+
+
+class Everything(Settings):
+    count: Count
+    number: Number
+    text: Text
+    pick: Selection | None
+    flag: bool
+    maybe: one_of(["a", "b"]) | None
+    mode: bool | one_of(["fast", "small"])
+    counts: list[Count]
+    names: list[str]
+    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)]
+    part: Part
+    parts: list[Part]
+    size: Size
+    mixed: float | list[int]
+
+
+GOOD = {"count": 1, "number": -1, "text": "a", "pick": [1, "0-3"], "flag": True, "maybe": None, "mode": "fast",
+        "counts": [1], "names": [], "betas": [0.9, 0.5], "part": {"start": 1, "share": 0}, "parts": [], "size": 1,
+        "mixed": 0.5}
+QUOTES = "Text that reads as a number needs quotes"
+
+
+@pytest.mark.parametrize(("key", "value", "sentence"), [
+    ("count", 0, "count=0: it should be greater than or equal to 1."),
+    ("count", 1.0, "count=1.0: it should be a valid integer."), ("count", None, "count=null: it must be set."),
+    ("number", float("nan"), "number=NaN: it should be a finite number."),
+    ("number", "x", "number=x: it should be a valid number."),
+    ("text", "", "text=: it should have at least 1 character."),
+    ("text", 7, f"text=7: it should be a valid string. {QUOTES}: \"text='7'\"."),
+    ("names", ["a", 1e3], f"names.1=1000.0: it should be a valid string. {QUOTES}: \"names=['…']\"."),
+    ("flag", "yes", "flag=yes: it should be a valid boolean."), ("maybe", "c", "maybe=c: it should be 'a' or 'b'."),
+    ("mode", "slow", "mode=slow: it should be a valid boolean; or it should be 'fast' or 'small'."),
+    ("mixed", [1, 0.5], "mixed.1=0.5: it should be a valid integer."),
+    ("counts", [1, 0], "counts.1=0: it should be greater than or equal to 1."),
+    ("betas", [0.9, 2], "betas.1=2: it should be less than or equal to 1."),
+    ("betas", [0.9], "betas.1 is missing."), ("part", {"start": 1}, "part.share is missing."),
+    ("part", {"start": 1, "share": 0, "end": 2}, "There is no setting part.end: part has start, share. --help lists "
+                                                 "all."),
+    ("part", {"strat": 1, "share": 0, "start": 1}, "There is no setting part.strat: did you mean part.start? --help "
+                                                   "lists all."),
+    ("parts", [{"start": 1, "share": 1}], "parts.0.share=1: it should be less than 1."),
+    ("size", 2**17, "size=131072: it should be less than or equal to 65536."),
+    ("pick", 1.5, "pick=1.5: it should be a valid integer; or it should be a valid string; or it should be a valid "
+                  f"list. {QUOTES}: \"pick='1.5'\"."),
+])  # fmt: skip
+def test_a_value_of_another_type_or_range_raises_a_one_line_error(key, value, sentence):
+    with pytest.raises(ValueError) as error:
+        read(Everything, {**GOOD, key: value})
+    assert str(error.value) == sentence
+
+
+def test_what_is_allowed_is_read():
+    assert read(Everything, GOOD).model_dump() == {**GOOD, "betas": (0.9, 0.5)}
+
+
+KEYS = ["name", "steps", "model", "optimizer", "optimizer.lr", "optimizer.weight_decay", "ema.decay", "log.every"]
+
+
+@pytest.mark.parametrize(("key", "meant"), [
+    ("stepz", "steps"), ("step", "steps"), ("max_steps", "steps"), ("modle", "model"), ("lr", "optimizer.lr"),
+    ("optimizer.weigth_decay", "optimizer.weight_decay"), ("optimiser.lr", "optimizer.lr"), ("epochs", None),
+    ("optimizer.x", None), ("decay.x", None),
+])
+def test_the_suggested_key_is_spelled_alike_or_has_that_name_elsewhere(key, meant):
+    sentence = unknown_key(key, KEYS)
+    assert (f"did you mean {meant}?" in sentence) if meant else "did you mean" not in sentence
+
+
+class Note(Record):
+    count: Count
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    ("{", "is not JSON"), ("ÿþ", "is not JSON"), ("3", "note.json holds no JSON object"),
+    ("{}", "note.json: count is missing."), ("[" * 10**5, "is not JSON"),
+])  # fmt: skip
+def test_a_damaged_record_raises_a_one_line_error_with_the_remedy(tmp_path, text, words):
+    (tmp_path / "note.json").write_text(text, encoding="latin-1")
+    with pytest.raises(ValueError) as error:
+        read_record(Note, tmp_path / "note.json", "Write it again.")
+    assert words in str(error.value) and str(error.value).endswith(" Write it again.")
+
+
+def test_a_record_may_hold_more_than_is_read(tmp_path):
+    (tmp_path / "note.json").write_text(json.dumps({"count": 2, "new": 1}))
+    assert read_record(Note, tmp_path / "note.json", "").count == 2
+
+
+def test_a_files_name_has_the_settings_that_differ_from_the_usual_ones_and_an_error_its_first_line():
+    assert name_of_changes({"scale": 1.5, "part": {"seeds": "0-7"}, "x": 1}, {"x": 1}) == "-scale1.5-seeds0-7"
+    assert len(name_of_changes({"scale": "x" * 10**4}, {})) < 30
+    assert first_line(RuntimeError("Missing:\n\tweight")) == "Missing: weight" and first_line(OSError()) == "OSError"
