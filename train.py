@@ -145,7 +145,10 @@ def as_line(row: dict, steps: int, lowest: float = math.inf) -> str:
 def start_trackers(run: Run) -> None:
     """Starts the trackers that are set; raises ValueError if one cannot start, such as wandb without a login."""
     trackers = run.cfg.log.trackers
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorBoard imports TensorFlow, if there is one
     try:
+        if missing := [name for name in trackers if name not in map(str, run.accelerator.log_with)]:
+            raise ImportError(f"{missing[0]} is not installed")
         run_id = re.sub(r"[^\w.-]", "-", run.run_id, flags=re.ASCII)[-128:]  # wandb uses it in a URL
         wandb = {"name": run.cfg.name, "dir": str(run.folder), "id": run_id, "resume": "allow"}
         settings = {key: str(value) for key, value in run.cfg.model_dump().items()}
@@ -154,14 +157,15 @@ def start_trackers(run: Run) -> None:
         run.accelerator.init_trackers(os.environ.get("WANDB_PROJECT", "tread"), settings, options)
     except Exception as error:
         reason = " ".join(str(error).split()).rstrip(".")
-        advice = ("Run `wandb login`, or set WANDB_MODE=offline" if re.search("log ?in|API key", reason) else
+        advice = (f"Run pip install {' '.join(trackers)}" if isinstance(error, ImportError) else
+                  "Run `wandb login`, or set WANDB_MODE=offline" if re.search("log ?in|API key", reason) else
                   "Set WANDB_MODE=offline" if "wandb" in trackers else f"Check that {run.folder} can be written")
         raise ValueError(f"log.trackers={as_text(trackers)} could not start: {reason}. {advice}, or leave it out with "
                          f"log.trackers=[].") from error
 
 
 @contextlib.contextmanager
-def paused(run: Run, bar: tqdm, work: str) -> Iterator[None]:
+def timed_out_of_speed(run: Run, bar: tqdm, work: str) -> Iterator[None]:
     """Shows on the progress bar what the run does between steps, and excludes that time from the speed."""
     bar.set_postfix_str(work)
     if bar.disable and not run.step:  # without a bar, the first grid would be a silent minute on a CPU
@@ -170,7 +174,7 @@ def paused(run: Run, bar: tqdm, work: str) -> Iterator[None]:
         torch.cuda.synchronize(run.accelerator.device)
     began = time.perf_counter()
     yield
-    run.paused += time.perf_counter() - began
+    run.seconds_paused += time.perf_counter() - began
     bar.set_postfix_str("")
 
 
@@ -194,7 +198,7 @@ def begin_step(run: Run) -> None:
 def measure(run: Run, num_steps: int, since: float) -> tuple[dict, dict[str, float]]:
     """Returns the metrics of the steps since the last report, and the sums behind them; waits for the device."""
     total = run.sums.over_ranks(run.accelerator)
-    seconds = time.perf_counter() - since - run.paused  # after the sums, as reading those waits for the GPU
+    seconds = time.perf_counter() - since - run.seconds_paused  # after the sums, as reading those waits for the GPU
     return {
         "step": run.step, "images": run.images,
         "loss": total["loss"] / total["steps"] if total["steps"] else None,
@@ -217,7 +221,7 @@ def log_first_step(run: Run) -> None:
 def report(run: Run, num_steps: int, since: float) -> None:
     """Prints and records the steps since the last report; raises ValueError if too many had no finite gradient."""
     row, total = measure(run, num_steps, since)
-    run.paused = 0.0
+    run.seconds_paused = 0.0
     diverging = run.is_diverging(total)
     run.sums.reset()
     if row["loss"] is not None:
@@ -233,7 +237,7 @@ def report(run: Run, num_steps: int, since: float) -> None:
 def sample_grid(run: Run) -> None:
     cfg = run.cfg.samples
     pictures = generate(run.accelerator, run.averages[cfg.weights], run.diffusion, run.decode, *run.grid,
-                        batch_size=cfg.batch_size, num_steps=cfg.num_steps, precision=run.cfg.precision)
+                        batch_size=cfg.batch_size, num_steps=cfg.num_steps, precision=run.sampling_precision)
     picture = write_grid(run.accelerator, gathered(run.accelerator, pictures), run.grid_path,
                          run.latents.display_names)
     for tracker in run.accelerator.trackers if picture else ():
@@ -258,7 +262,7 @@ def evaluate(run: Run) -> None:
                                    run.latents.classes, run.model.num_classes, in_training=True)
         images = SampledImages(
             accelerator, run.averages[name], run.diffusion, run.decode, seeds, labels, outline=outline,
-            batch_size=cfg.batch_size, num_steps=cfg.num_steps, precision=run.cfg.precision, weights=weights,
+            batch_size=cfg.batch_size, num_steps=cfg.num_steps, precision=run.sampling_precision, weights=weights,
             guidance=None if scale is None else Guidance(scale))
         scores = score_on(accelerator, evaluator, images.sample(np.arange(len(seeds))), len(seeds))
         seconds = time.perf_counter() - began
@@ -273,7 +277,7 @@ def evaluate(run: Run) -> None:
         files.append_row(results, row)
 
 
-def pause(run: Run, bar: tqdm, stop: ranks.StopRequest, finished: bool) -> int:
+def save_sample_score(run: Run, bar: tqdm, stop: ranks.StopRequest, finished: bool) -> int:
     """Saves, samples a grid and scores, each if it is due; returns the signal that stops the run, or 0.
 
     A signal that arrives during sampling ends it, and the run is saved.
@@ -281,16 +285,16 @@ def pause(run: Run, bar: tqdm, stop: ranks.StopRequest, finished: bool) -> int:
     cfg, stopped_by = run.cfg, 0 if finished else stop.agreed()
     try:
         if run.step != run.saved and (due(run.step, cfg.checkpoint.every) or finished or stopped_by):
-            with paused(run, bar, "saving"):
+            with timed_out_of_speed(run, bar, "saving"):
                 save(run)
         # This also applies right after resuming, as a kill may come between a save and its grid.
         due_grid = (run.step or cfg.samples.at_start) and run.grid and (due(run.step, cfg.samples.every) or finished)
         if due_grid and not stopped_by and not ranks.from_main(run.accelerator, run.grid_path.exists):
-            with paused(run, bar, "sampling"):
+            with timed_out_of_speed(run, bar, "sampling"):
                 sample_grid(run)
         # The untrained network is scored, too, for comparison.
         if run.evaluator and not stopped_by and (due(run.step, cfg.evaluate.every) or finished):
-            with paused(run, bar, "scoring"):
+            with timed_out_of_speed(run, bar, "scoring"):
                 evaluate(run)
     except ranks.Stopped as stopped:
         [stopped_by] = stopped.args
@@ -344,7 +348,7 @@ def main(cfg: TrainSettings) -> None:
             reported_step, reported_at = run.step, time.perf_counter()
         elif run.step == first_step + 1:
             log_first_step(run)
-        stopped_by = pause(run, bar, stop, finished)
+        stopped_by = save_sample_score(run, bar, stop, finished)
         if stopped_by or finished:
             break
         if not has_stepped:

@@ -1,28 +1,44 @@
-"""The training losses: the diffusion's, and REPA's alignment beside it."""
+"""The training losses, one in each file: the diffusion's in diffusion.py, and those that add a term or replace it.
 
+A file `objectives/<name>.py` holds a class of the same name in CamelCase, and `objective=<name>` trains with it:
+CONTRIBUTING.md, "Add a loss of your own", has one in 20 lines.
+"""
+
+import importlib
+import pkgutil
 from collections.abc import Mapping
 
 from torch import nn
 
-from objectives.alignment import Alignment
 from objectives.diffusion import DiffusionLoss, own_state, trained_parameters
 from routing_module import RouteSchedule
 
-__all__ = ["Alignment", "DiffusionLoss", "build_objective", "own_state", "trained_parameters"]
+__all__ = ["DiffusionLoss", "build_objective", "class_of", "own_state", "trained_parameters"]
+
+
+def class_of(name: str | None) -> type[DiffusionLoss]:
+    """Returns the class in `objectives/<name>.py`, or DiffusionLoss for None; raises ValueError for other names."""
+    if name is None:
+        return DiffusionLoss
+    names = sorted({module.name for module in pkgutil.iter_modules(__path__)} - {"diffusion", "teachers"})
+    if name not in names:
+        raise ValueError(f"objective={name}: there is no objectives/{name}.py; choose one of {', '.join(names)}.")
+    return getattr(importlib.import_module(f"objectives.{name}"), name.title().replace("_", ""))
 
 
 def build_objective(
-    net: nn.Module, diffusion: object, alignment: Mapping | None = None,
+    net: nn.Module, diffusion: object, settings: Mapping | None = None,
     array_shapes: Mapping[str, tuple[int, ...]] | None = None, schedule: RouteSchedule | None = None,
 ) -> DiffusionLoss:
-    """Builds the loss, with an alignment of these settings if they are given.
+    """Builds the objective that `settings` name, with its keywords; without a name it is the diffusion's loss.
 
-    `array_shapes` has the shape of a row of each extra array. Raises ValueError if the teacher's tokens do not fit.
+    `array_shapes` has the shape of a row of each extra array, and `schedule` the routes of each step. Raises ValueError
+    for an unknown name, and for an array that the objective needs and the latents lack.
     """
-    if alignment is None:
-        return DiffusionLoss(net, diffusion, schedule)
-    shape = (array_shapes or {}).get("teacher")
-    if shape is None or shape[0] != net.pos_embed.shape[1]:
-        raise ValueError(f"objective=alignment needs teacher-*.npy for {net.pos_embed.shape[1]} tokens, but the latents "
-                         f"have {shape}: run scripts/prepare_latents.py with teacher=<name> patch_size={net.patch_size}.")
-    return Alignment(net, diffusion, schedule, width=shape[1], **alignment)
+    keywords = dict(settings or {})
+    kind, arrays = class_of(keywords.pop("name", None)), array_shapes or {}
+    if lacking := [name for name in kind.arrays if name not in arrays]:
+        raise ValueError(f"objective={settings['name']} needs {lacking[0]}-*.npy beside the latents, which have "
+                         f"{', '.join(arrays) or 'no extra array'}: scripts/prepare_latents.py teacher=<name> writes a "
+                         f"teacher's tokens, and docs/data.md describes other arrays.")
+    return kind(net, diffusion, arrays, schedule, **keywords)

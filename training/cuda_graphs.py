@@ -76,8 +76,8 @@ class Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: object, passes: Passes, arguments: tuple[Tensor, ...], *trained: Tensor) -> Tensor:
         ctx.passes = passes
-        for own, argument in zip(passes.inputs.values(), arguments, strict=True):
-            own.copy_(argument)
+        for place, argument in zip(passes.inputs.values(), arguments, strict=True):
+            place.copy_(argument)
         passes.forward.replay()
         return passes.losses.detach()
 
@@ -87,8 +87,8 @@ class Replay(torch.autograd.Function):
         passes = ctx.passes
         passes.loss_gradients.copy_(loss_gradients)
         passes.backward.replay()
-        own = torch.Tensor.clone if passes.copies else torch.Tensor.detach
-        return None, None, *(None if gradient is None else own(gradient) for gradient in passes.gradients)
+        hand_out = torch.Tensor.clone if passes.copies else torch.Tensor.detach
+        return None, None, *(None if gradient is None else hand_out(gradient) for gradient in passes.gradients)
 
 
 def record_passes(

@@ -28,6 +28,7 @@ from runtime.device import DTYPES, device_name, multiplies_in_tf32
 from sampling.options import GRID_CLASSES, empty_classes, labels_of, parse_classes, parse_seeds, unscored_classes
 from scoring.features import load_extractor
 from scoring.score import Evaluator, available_metrics, measure_reference, open_reference
+from training import speed
 from training.optimizers import build_optimizer
 from training.settings import ModelSettings, TrainSettings, describe_unfinished_warmup
 from weights import autoencoders
@@ -83,7 +84,7 @@ class Run:
     started: float = 0.0                    # this process's clock at its first step
     run_id: str = ""
     lowest_loss: float = math.inf           # the lowest in any report
-    paused: float = 0.0                     # seconds of saving, sampling and scoring since the last report
+    seconds_paused: float = 0.0             # of saving, sampling and scoring since the last report
     reported_loss: float = 0.0              # the loss in the last report
     lock: object = None                     # the main rank's lock on the folder, held until the process ends
 
@@ -108,6 +109,10 @@ class Run:
     @property
     def autoencoder(self) -> str:
         return self.record["data"]["autoencoder"]
+
+    @property
+    def sampling_precision(self) -> str:
+        return "bf16" if self.cfg.precision == "fp8" else self.cfg.precision  # averages have no float8 layers
 
     @property
     def summary(self) -> str:
@@ -195,10 +200,11 @@ def describe_schedule(cfg: TrainSettings) -> dict:
                              f"give an earlier step, a share of the run such as 0.85, or more steps.")
         return max(1, int(when * cfg.steps)) if when < 1 else when
 
-    given = cfg.route_schedule.model_dump(exclude_defaults=True) if cfg.model.routes else {}
-    if "changes" in given:
-        given["changes"] = [[step_of(when), routes] for when, routes in given["changes"]]
-    return {key: step_of(value) if key in ("dense_before", "dense_after") else value for key, value in given.items()}
+    schedule = cfg.route_schedule.model_dump(exclude_defaults=True) if cfg.model.routes else {}
+    if "changes" in schedule:
+        schedule["changes"] = [[step_of(when), routes] for when, routes in schedule["changes"]]
+    return {key: step_of(value) if key in ("dense_before", "dense_after") else value
+            for key, value in schedule.items()}
 
 
 def describe_run(cfg: TrainSettings, latents: Latents, world: int, device: torch.device) -> dict:
@@ -218,8 +224,8 @@ def describe_run(cfg: TrainSettings, latents: Latents, world: int, device: torch
     }
     if schedule:
         record["route_schedule"] = schedule
-    if cfg.alignment:
-        record["alignment"] = cfg.alignment.model_dump()
+    if cfg.objective["name"]:
+        record["objective"] = cfg.objective
     if len(latents.classes) != num_classes:
         data["classes"] = latents.classes
     return record
@@ -278,6 +284,8 @@ def make_run(cfg: TrainSettings, accelerator: Accelerator) -> Run:
     if cfg.sharding == "fsdp" and not torch.distributed.is_initialized():
         raise ValueError("sharding=fsdp splits a network over ranks, but this is a single process: start it with "
                          "accelerate launch or torchrun, or set sharding=none.")
+    if cfg.precision == "fp8":
+        speed.check_float8(accelerator.device)
     latents = open_data(cfg, accelerator)
     cfg = choose_sizes(cfg, accelerator, latents.count)
     record = describe_run(cfg, latents, accelerator.num_processes, accelerator.device)
@@ -288,8 +296,10 @@ def make_run(cfg: TrainSettings, accelerator: Accelerator) -> Run:
     for name in names_of(cfg.ema.decay):
         net = initial_network(cfg, record, accelerator.device) if cfg.sharding == "fsdp" else copy.deepcopy(model)
         averages[name] = net.eval()
+    if cfg.precision == "fp8":
+        speed.multiply_in_float8(model)
     shapes = {name: array.shards[0].shape[1:] for name, array in latents.arrays.items()}
-    objective = build_objective(model, build_diffusion(record["diffusion"]), record.get("alignment"), shapes, schedule)
+    objective = build_objective(model, build_diffusion(record["diffusion"]), record.get("objective"), shapes, schedule)
     objective.to(accelerator.device)
     if cfg.sharding == "fsdp":
         sharding.shard_rest(objective, model, accelerator.device)

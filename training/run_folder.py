@@ -18,7 +18,7 @@ from guidance import Guidance
 from latents.loader import find_damaged
 from objectives import own_state, trained_parameters
 from runtime import files, ranks, sharding
-from runtime.schema import Count, NonNegativeInt, NotNegative, Number, as_recorded, leaves, read, read_record
+from runtime.schema import Count, NonNegativeInt, NotNegative, Number, as_recorded, as_text, leaves, read, read_record
 from training.optimizers import load_optimizer, optimizer_tensors
 from training.run import Run
 from training.settings import WITHOUT_EFFECT, CheckpointSettings
@@ -60,13 +60,13 @@ class Meta(CheckpointRecord):
     init_from: str | None = None
     history: list[dict] = []
     lowest_loss: Number | None = None
-    alignment: dict | None = None
+    objective: dict = {}
     optimizer: str = "adamw"
     route_schedule: dict = {}
 
 
 # Settings in WITHOUT_EFFECT that do change a run: a checkpoint's record has their values under other keys.
-RECORDED = {"seed", "batch_size", "model", "diffusion", "alignment", "route_schedule", "diffusion_name",
+RECORDED = {"seed", "batch_size", "model", "diffusion", "objective", "route_schedule", "diffusion_name",
             "new_label_table"}
 
 
@@ -119,7 +119,7 @@ def numerical_settings(record: dict) -> dict[str, object]:
         "route_schedule": record.get("route_schedule", {}), **length,
         **{key: value for key, value in config.items() if not is_among(key, WITHOUT_EFFECT)},
         **leaves(diffusion_keywords(record["diffusion"]), "diffusion."),
-        **leaves(record.get("alignment") or {}, "alignment."),
+        **leaves(record.get("objective", {}), "objective."),
     }
 
 
@@ -139,9 +139,8 @@ def check_resumable(meta: dict, now: dict, run_dir: Path) -> list[str]:
     def facts(record: dict) -> dict:
         return {"network": architecture(record["network"]),
                 "diffusion": without_weights(diffusion_keywords(record["diffusion"])),
-                "alignment": without_weights(record.get("alignment") or {}), "data set": record["data"]["fingerprint"],
-                "init_from": record.get("init_from"),
-                "optimizer": record.get("optimizer", "adamw")}
+                "objective": without_weights(record.get("objective", {})), "data set": record["data"]["fingerprint"],
+                "init_from": record.get("init_from"), "optimizer": record.get("optimizer", "adamw")}
 
     if same_start(meta, now.get("init_from")):
         meta = meta | {"init_from": now.get("init_from")}
@@ -155,6 +154,13 @@ def check_resumable(meta: dict, now: dict, run_dir: Path) -> list[str]:
     was, is_now = numerical_settings(meta), numerical_settings(now)
     changed = [key for key in is_now if key in was and was[key] != is_now[key]]
     return [f"{key} was {was[key]} and is now {is_now[key]}" for key in changed]
+
+
+def differing_settings(meta: dict, now: dict) -> list[str]:
+    """Returns the settings in which a run's record differs from this run's, as sentences."""
+    was, is_now = leaves(meta.get("config", {})), leaves(now["config"])
+    return [f"{key} was {as_text(was[key])} and is now {as_text(value)}" for key, value in is_now.items()
+            if key in was and was[key] != value and tells_runs_apart(key)]
 
 
 def open_parent(
@@ -196,10 +202,10 @@ def resume(run: Run) -> tuple[Path, dict] | None:
     Returns the checkpoint's folder and what its meta.json holds. Raises ValueError if the run cannot resume.
     """
     run.run_id = f"{run.folder.name}-{time.time_ns():x}"
-    found = ranks.from_main(run.accelerator, partial(latest_checkpoint, run.folder))
-    if found is not None:
-        ranks.require_shared(run.accelerator, found[0])
-        restore(run, *found)
+    latest = ranks.from_main(run.accelerator, partial(latest_checkpoint, run.folder))
+    if latest is not None:
+        ranks.require_shared(run.accelerator, latest[0])
+        restore(run, *latest)
     else:
         ranks.from_main(run.accelerator, partial(require_no_steps, run))
         begin(run)
@@ -208,7 +214,7 @@ def resume(run: Run) -> tuple[Path, dict] | None:
     for scale in run.cfg.evaluate.guidance_scales if run.evaluator else ():
         if scale is not None:
             Guidance(scale).check(run.ema)  # fails now rather than after the first steps
-    return found
+    return latest
 
 
 def begin(run: Run) -> None:
@@ -242,6 +248,10 @@ def restore(run: Run, folder: Path, content: dict) -> None:
     if meta.step > cfg.steps:
         raise ValueError(f"{run.folder} has taken {meta.step} steps already, more than steps={cfg.steps}: raise "
                          f"steps, or start another run with name=<another>.")
+    if meta.step == cfg.steps and (others := differing_settings(content, run.record)):
+        raise ValueError(f"{run.folder} has finished its {meta.step} steps with other settings: {'; '.join(others)}. "
+                         f"Train with these under another name=<name> or run_dir=<folder>, or continue that run with "
+                         f"a larger steps=.")
     for change in changes if meta.step < cfg.steps else []:
         accelerator.print(f"Resuming with a change: {change}. From here on the run differs from one without the "
                           "change.")
@@ -257,8 +267,8 @@ def restore(run: Run, folder: Path, content: dict) -> None:
     training = checkpoints.load(folder, "training")
     with as_recorded(folder / "training.safetensors"):
         run.sums.values.copy_(training.pop("sums"))
-        own = own_state(run.objective)
-        sharding.copy_into(own, {name: training.pop(name) for name in own})
+        state = own_state(run.objective)
+        sharding.copy_into(state, {name: training.pop(name) for name in state})
         load_optimizer(trained_parameters(run.objective), run.optimizer, training)
     if accelerator.scaler is not None and meta.scaler:
         accelerator.scaler.load_state_dict(meta.scaler)
@@ -268,12 +278,12 @@ def stored_averages(meta: Meta, run: Run) -> dict[str, str]:
     """Returns the file of a checkpoint from which each average resumes; one with a new decay begins with the weights."""
     with as_recorded(run.folder / "checkpoints"):
         was = {decay: name for name, decay in names_of(meta.config.get("ema", {}).get("decay", [None])).items()}
-    found = {}
+    sources = {}
     for name, decay in names_of(run.cfg.ema.decay).items():
-        found[name] = was.get(decay, "ema" if name == "ema" else "model")
-        if found[name] == "model":
+        sources[name] = was.get(decay, "ema" if name == "ema" else "model")
+        if sources[name] == "model":
             run.accelerator.print(f"{name} begins at step {meta.step} with the weights of that step.")
-    return found
+    return sources
 
 
 def save(run: Run) -> None:

@@ -1,12 +1,15 @@
 """The settings of configs/config.yaml and its groups, with their types and ranges."""
 
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
+from omegaconf import OmegaConf
 from pydantic import Field
 
 from dit import DiT_models, Init
+from objectives import class_of
 from routing_module import Router
 from runtime.device import DTYPES
 from runtime.schema import (
@@ -26,6 +29,8 @@ from runtime.schema import (
     Text,
     as_text,
     one_of,
+    read,
+    refuse,
 )
 from scoring import results
 from scoring.features import Features
@@ -34,6 +39,14 @@ from weights.averages import WeightsName, names_of
 from weights.foreign import FAMILIES
 from weights.records import RouteSettings, ScheduleSettings, keywords
 
+
+def size_of(backbone_type: str) -> str:
+    """Returns the size in a network's name: xl2 for DiT-XL/2, and b2_mamba for Mamba-B/2."""
+    family, _, size = str(backbone_type).lower().replace("/", "").partition("-")
+    return size if family.endswith("dit") else f"{size}_{family}"
+
+
+OmegaConf.register_new_resolver("size_of", size_of, replace=True)  # in a YAML: ${size_of:${model.backbone_type}}
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -60,11 +73,6 @@ class DataSettings(Settings):
     verify: bool
     autoencoder: Location | None
     grid_classes: Selection | None
-
-
-class AlignmentSettings(Settings):
-    block: NonNegativeInt | None
-    weight: NotNegative
 
 
 class AdamWSettings(Settings):
@@ -130,7 +138,7 @@ class EvaluateSettings(Settings):
 WITHOUT_EFFECT = {
     "name", "run_dir", "log", "checkpoint", "samples", "evaluate", "decode_precision", "decode_batch_size",
     "max_skipped_in_row", "activation_checkpointing", "init_from", "diffusion_name", "new_label_table", "seed",
-    "batch_size", "steps", "model", "diffusion", "alignment", "route_schedule", "data.name", "data.path",
+    "batch_size", "steps", "model", "diffusion", "objective", "route_schedule", "data.name", "data.path",
     "data.channels", "data.input_size", "data.num_classes", "data.on_device", "data.autoencoder", "data.grid_classes",
     "data.verify",
 }
@@ -159,7 +167,7 @@ class TrainSettings(Settings):
     model: ModelSettings
     data: DataSettings
     diffusion: dict
-    alignment: AlignmentSettings | None
+    objective: dict
     route_schedule: ScheduleSettings
     optimizer: Annotated[AdamWSettings | MuonSettings, Field(discriminator="name")]
     ema: EMASettings
@@ -169,11 +177,13 @@ class TrainSettings(Settings):
     evaluate: EvaluateSettings
 
 
-
 def check_settings(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> TrainSettings:
-    """Returns the settings; raises ValueError for some that do not go together."""
+    """Returns the settings; raises ValueError for some that do not go together, or that would change nothing."""
     check_run_dir(cfg)
     check_pairs(cfg, cli_overrides)
+    check_chosen(cfg, cli_overrides)
+    check_effect(cfg, cli_overrides)
+    check_objective(cfg.objective)
     check_averages(cfg)
     check_scales(cfg)
     if "optimizer.warmup_steps" in cli_overrides and (unfinished := describe_unfinished_warmup(cfg)):
@@ -192,20 +202,59 @@ def describe_unfinished_warmup(cfg: TrainSettings) -> str | None:
 
 def check_pairs(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> None:
     """Raises ValueError for two settings that are not supported together, or where one replaces the other."""
-    fsdp = "sharding=fsdp"
-    fp16, graphs = "precision=fp16", f"compile={as_text(cfg.compile)}"
-    preset, routes = (f"{key}={cli_overrides.get(key)}" for key in ("routes", "model.routes"))
-    network = f"model={'sprint' if cfg.model.fusion else cli_overrides.get('model')}"
-    is_set = {
-        fsdp: cfg.sharding == "fsdp", fp16: cfg.precision == "fp16", graphs: cfg.compile in speed.CUDA_GRAPHS,
-        preset: cli_overrides.get("routes", "null") != "null",
-        routes: "model.routes" in cli_overrides,
-        network: cfg.model.fusion or cli_overrides.get("model", "tread") != "tread",
-    }
+    muon, fsdp = (cfg.optimizer.name == "muon", "optimizer=muon"), (cfg.sharding == "fsdp", "sharding=fsdp")
+    fp8, fp16 = (cfg.precision == "fp8", "precision=fp8"), (cfg.precision == "fp16", "precision=fp16")
+    graphs = cfg.compile in speed.CUDA_GRAPHS, f"compile={as_text(cfg.compile)}"
+    preset, routes = ((cli_overrides.get(key, "null") not in ("null", "none"), f"{key}={cli_overrides.get(key)}")
+                      for key in ("routes", "model.routes"))
+    model = "sprint" if cfg.model.fusion else cli_overrides.get("model", "tread")
+    network = model != "tread", f"model={model}"
     # CUDA graphs need weights at fixed addresses, and FSDP gathers them in each pass.
-    for one, other in ((fsdp, fp16), (fsdp, graphs), (preset, routes), (preset, network)):
-        if is_set[one] and is_set[other]:
+    for (one_is_set, one), (other_is_set, other) in (
+        (muon, fp8), (fsdp, fp8), (fsdp, fp16), (fsdp, graphs), (preset, routes), (preset, network),
+    ):
+        if one_is_set and other_is_set:
             raise ValueError(f"{one} and {other} do not go together: leave one out.")
+
+
+def check_chosen(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> None:
+    """Raises ValueError where an experiment's keys would change a network that is typed with it, or its run's name."""
+    typed = {key: value for key, value in cli_overrides.items() if key in ("model", "routes")}
+    if typed.get("model") == "dit" and cfg.model.routes and not any("routes" in key for key in cli_overrides):
+        raise ValueError("model=dit would train on a route, as the experiment sets model.routes: write model.routes=[] "
+                         "as well.")
+    is_named = cfg.model.name in cfg.name or {"name", "run_dir"} & cli_overrides.keys()
+    if typed and "experiment" in cli_overrides and not is_named:
+        changed = " ".join(f"{key}={value}" for key, value in typed.items())
+        raise ValueError(f"name={cfg.name} is the experiment's name for its own network: beside {changed} give "
+                         f"name=<another>.")
+
+
+def check_effect(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> None:
+    """Raises ValueError for typed settings that have no effect because of others; a preset may have some."""
+    model = cfg.model
+    for is_read, names, why in (
+        (size_of(model.backbone_type) == cli_overrides.get("size"), ["size"],
+         f"the network is model.backbone_type={model.backbone_type}; set that instead"),
+        (model.routes, ["model.selection", "route_schedule"], "model.routes is empty, so all tokens are kept"),
+        (model.selection == "l1", ["model.l1_reg", "model.inverse"], "model.selection=l1 alone reads it"),
+        (cfg.init_from, ["diffusion_name", "new_label_table"], "it describes the weights of init_from=<weights>"),
+        (cfg.evaluate.every or "evaluate.every" in cli_overrides, ["evaluate"],
+         f"nothing is scored in training; give evaluate.every={cfg.checkpoint.every} as well"),
+        (cfg.checkpoint.keep_every % cfg.checkpoint.every == 0, ["checkpoint.keep_every"],
+         f"it keeps checkpoints, which are saved every checkpoint.every={cfg.checkpoint.every} steps; give a "
+         f"multiple of that"),
+    ):
+        if not is_read:
+            refuse(cli_overrides, *names, why=why)
+
+
+def check_objective(objective: dict) -> None:
+    """Raises ValueError for an objective without a file, and for a keyword that it lacks or of another type."""
+    kind = class_of(objective.get("name"))
+    others = [p.name for p in inspect.signature(kind).parameters.values() if p.kind is not p.KEYWORD_ONLY]
+    declared = keywords(kind, **dict.fromkeys(others), name=(str | None, None))
+    read(declared, objective, f"objective={objective.get('name')}: ")
 
 
 def check_averages(cfg: TrainSettings) -> None:

@@ -4,6 +4,7 @@ Nothing here changes what is saved: parameters keep their names and their float3
 """
 
 import functools
+import importlib.util
 import logging
 
 import torch
@@ -17,8 +18,9 @@ from runtime.device import check_device, require_plain_launch, set_float32
 from training.cuda_graphs import CUDA_GRAPHS
 
 # The autocast of each precision.
-PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
+PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
 COMPILE_MODES = (*CUDA_GRAPHS, "max-autotune-no-cudagraphs")
+TORCHAO = "0.18.0"  # imports with torch 2.11 and 2.15
 
 
 # If torch is built for CUDA, compiling for a CPU looks for CUDA and warns that there is none.
@@ -51,8 +53,38 @@ def replicate(accelerator: Accelerator, objective: nn.Module, sharded: bool = Fa
     """Wraps the objective in autocast and, unless FSDP has sharded it already, in DDP."""
     wrapped = accelerator.prepare_model(objective, evaluation_mode=sharded)
     if isinstance(wrapped, nn.parallel.DistributedDataParallel):
-        wrapped.broadcast_buffers = False  # `share_buffers` does this; DDP's argument for it is deprecated
+        wrapped.broadcast_buffers = False  # they are the same on all ranks; DDP's argument for it is deprecated
     return wrapped
+
+
+def check_float8(device: torch.device) -> None:
+    """Raises ValueError where precision=fp8 cannot work: without torchao, or without a GPU that multiplies float8."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    if capability < (8, 9) or importlib.util.find_spec("torchao") is None:
+        raise ValueError(f"precision=fp8 needs a GPU of compute capability 8.9 or more (Ada, Hopper, Blackwell), and "
+                         f"torchao: choose such a GPU and pip install torchao=={TORCHAO}, or set precision=bf16.")
+
+
+def multiply_in_float8(model: DiT, emulate: bool = False) -> None:
+    """Makes the linear layers that tokens pass through in a block multiply in float8, both ways, and no others.
+
+    Parameters keep their names and float32 values. Weights, activations and gradients are cast in each pass, each
+    tensor with one scale that brings its largest value to float8's (torchao's dynamic scaling, arXiv 2209.05433).
+    `emulate` rounds the same way on any device, and multiplies in the input's type. Raises ValueError for layers
+    whose sides are not multiples of 16.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    def is_large(layer: nn.Module, name: str) -> bool:
+        return isinstance(layer, nn.Linear) and "adaLN_modulation" not in name  # adaLN is small: one row per sample
+
+    for name, layer in model.blocks[0].named_modules():
+        if is_large(layer, name) and (layer.in_features % 16 or layer.out_features % 16):
+            raise ValueError(f"precision=fp8 needs sides that are multiples of 16, but {name} is {layer.in_features} × "
+                             f"{layer.out_features}: change model.hidden_size, or set precision=bf16.")
+    # Padding is for batches whose number of tokens is no multiple of 16; published sizes need none.
+    config = Float8LinearConfig(emulate=emulate, pad_inner_dim=True)
+    convert_to_float8_training(model.blocks, module_filter_fn=is_large, config=config)
 
 
 def make_accelerator(
