@@ -251,6 +251,7 @@ def evaluate(run: Run) -> None:
     cfg, accelerator, evaluator = run.cfg.evaluate, run.accelerator, run.evaluator
     results = run.folder / "results.jsonl"
     if ranks.from_main(accelerator, lambda: any(training_step(row) == run.step for row in files.read_rows(results))):
+        accelerator.print(f"step {run.step} has been scored before: {results}; fid.py scores with other settings")
         return
     seeds = list(range(cfg.seed, cfg.seed + cfg.num_samples))
     labels, rows = labels_of(seeds, run.latents.classes), []
@@ -272,7 +273,8 @@ def evaluate(run: Run) -> None:
             written = "  ".join(f"{metric} {value:.4g}" for metric, value in scores.items())
             tqdm.write(f"step {run.step}/{run.cfg.steps}  {written}  of {len(seeds):,} images, {name}{guided}, in "
                        f"{seconds:.0f} s")
-        accelerator.log({f"{metric}_{name}{guided}": value for metric, value in scores.items()}, step=run.step)
+        suffix = guided if name == "ema" else f"_{name}{guided}"
+        accelerator.log({f"{metric}{suffix}": value for metric, value in scores.items()}, step=run.step)
     for row in rows if accelerator.is_main_process else ():
         files.append_row(results, row)
 

@@ -15,8 +15,7 @@ class Teacher(nn.Module):
 
     `read` maps the network's input to tokens or to a map (B, width, grid, grid). The first `num_prefix` tokens, such as
     a class token, are dropped. Images in 0..1 are normalised by `mean` and `std` and then resized bicubically to
-    `pixels` a side, in REPA's order. If pixels is None, the network gets uint8 images unchanged. A teacher is always in
-    eval mode.
+    `pixels` a side, in REPA's order. If pixels is None, the network gets uint8 images unchanged.
     """
 
     def __init__(
@@ -25,17 +24,13 @@ class Teacher(nn.Module):
     ):
         super().__init__()
         self.network, self.read, self.pixels, self.num_prefix = network, read, pixels, num_prefix
-        # Parameters, so that even a network without any is recognised as frozen.
-        self.mean, self.std = (nn.Parameter(torch.tensor(values).view(-1, 1, 1)) for values in (mean, std))
-        self.requires_grad_(False).eval()
-        made = self(torch.zeros(1, 3, 256, 256, dtype=torch.uint8))
-        if made.shape[1] != grid**2:
-            raise ValueError(f"The teacher makes {made.shape[1]} tokens per image, but the network's grid has "
+        for name, values in {"mean": mean, "std": std}.items():
+            self.register_buffer(name, torch.tensor(values).view(-1, 1, 1))
+        self.eval()
+        _, num_tokens, self.width = self(torch.zeros(1, 3, 256, 256, dtype=torch.uint8)).shape
+        if num_tokens != grid**2:
+            raise ValueError(f"The teacher makes {num_tokens} tokens per image, but the network's grid has "
                              f"{grid} × {grid}: name another teacher, or set model.patch_size to fit.")
-        self.width = made.shape[2]
-
-    def train(self, mode: bool = True) -> "Teacher":
-        return super().train(False)
 
     @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:

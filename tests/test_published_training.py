@@ -51,7 +51,7 @@ from weights import checkpoint as checkpoints
 from weights.records import build_network
 
 NAMES = {"train_step": "labels", "draw_sigma": "level", "draw_t": "level", "draw": "noise", "get_mask": "mask",
-         "loss": "noise", "draw_mask_noise": "mask", "to_latent": "moments", "draw_dropped": "path"}
+         "loss": "noise", "forward": "mask", "to_latent": "moments", "draw_dropped": "path"}
 
 
 def published(name: str) -> list[dict]:
@@ -85,10 +85,9 @@ def as_sit(patch: pytest.MonkeyPatch, case: dict) -> None:
     patch.setitem(DiT_models, "DiT-B/2", partial(DiT, block="dit", learn_sigma=True))
 
 
-def with_an_encoder(patch: pytest.MonkeyPatch, case: dict) -> None:
-    patch.setattr(alignment, "load_teacher", lambda name, grid: Teacher(
-        encoder := Encoder(), encoder, grid, 224, IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD))
-    patch.setitem(alignment.PROJECTORS, "mlp", lambda width, out: begin(alignment.MLP(width, out, hidden=64)))
+def with_their_projector(patch: pytest.MonkeyPatch, case: dict) -> None:
+    projector = alignment.projector
+    patch.setattr(alignment, "projector", lambda width, out: begin(projector(width, out, hidden=64)))
     if case["precision"] == "bf16":  # theirs brings the teacher's tokens to length 1 in bfloat16, ours in float32
         patch.setattr(F, "cosine_similarity", lambda a, b, dim, **_: (
             F.normalize(a, dim=dim) * F.normalize(b.bfloat16(), dim=dim)).sum(dim))
@@ -125,8 +124,7 @@ TRAINERS = {
     "tread_v1": Trainer(EDM_, "edm", settings={"objective": "version1"}),
     "sit": Trainer(RF_, "rf_uniform", {"learn_sigma": True}, replace=as_sit),
     "repa": Trainer(RF_, "rf_uniform", {"input_size": 32, "patch_size": 8}, {
-        "objective": "alignment", "objective.alignment.teacher": "encoder", "objective.alignment.blocks": [3]},
-        with_an_encoder),
+        "objective": "alignment", "objective.block": 3}, with_their_projector),
     "sprint": Trainer(RF_, "rf", {"block": "lightning", "qk_norm": True, "fusion": True, "selection": "grid"}, {
         "model": "sprint", "model.backbone_type": "LightningDiT-B/2", "model.qk_norm": True}, with_sprints_block),
     "lightning": LIGHTNING,
@@ -139,11 +137,13 @@ def train(home: Path, case: dict, trainer: Trainer, command: Callable = run_comm
     side = network["input_size"]
     x, y = data_set(shape=(4, side, side))
     stored = torch.cat([x, spread_of(x)], dim=1) if case.get("kind") == "moments" else x
-    images = {"image": {"shape": [3, 256, 256], "dtype": "uint8", "mirror": "same"}} if "projector" in case else {}
+    teacher = {"teacher": {"shape": [16, 24], "dtype": "float32", "mirror": "same"}} if "projector" in case else {}
     write_folder(home / "data", stored.half().numpy(), y.numpy(), kind=case.get("kind", "sample"), num_classes=10,
-                 autoencoder="none", scale=1.0, shard=len(x), arrays=images)
-    if images:
-        np.save(home / "data" / "image-00000.npy", pictures().numpy())
+                 autoencoder="none", scale=1.0, shard=len(x), arrays=teacher)
+    if teacher:
+        encoder = Encoder()
+        tokens = Teacher(encoder, encoder, 4, 224, IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)(pictures())
+        np.save(home / "data" / "teacher-00000.npy", tokens.numpy())
     recorded = network | ({"routes": case["routes"]} if network.get("fusion") else {})
     state = begin(build_network(recorded)).state_dict()
     meta = {"step": 1, "network": recorded, "diffusion": trainer.diffusion,
@@ -155,7 +155,7 @@ def train(home: Path, case: dict, trainer: Trainer, command: Callable = run_comm
         main, "train.py", f"model.routes=[{routes}]", f"diffusion={trainer.config}", run_dir=home / "run",
         **{"model": "dit", "data.path": home / "data", "init_from": home / "start", "steps": case["steps"],
            "log.every": 1, "compile": False, "batch_size": case["batch_size"], "precision": case["precision"],
-           "samples.every": 0, "ema.decay": case["ema_decay"], "cpu": True, "data.channels": 4,
+           "samples.every": 0, "log.trackers": [], "ema.decay": case["ema_decay"], "cpu": True, "data.channels": 4,
            "data.input_size": side, "data.num_classes": 10,
            **{f"model.{key}": network[key] for key in ("hidden_size", "depth", "num_heads", "patch_size")},
            **{f"optimizer.{key}": value for key, value in case["optimizer"].items()}, **trainer.settings})

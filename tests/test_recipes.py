@@ -1,5 +1,5 @@
-"""Each recipe of docs/recipes.md, and several at once, as a short run: it resumes, it samples, and with its weight at
-zero it changes nothing.
+"""Each recipe of docs/recipes.md, and several at once: it resumes, it samples, it compiles one graph for each number of
+tokens, and with its weight at zero it changes nothing.
 """
 
 import numpy as np
@@ -9,50 +9,55 @@ from conftest import one_rank
 from training_runs import assert_resumes, end_of, rows, trained
 
 from dit import DiT
+from edm import EDM
+from objectives import build_objective
 from scoring.image_sets import SampledImages
+from training import speed
 from weights.loading import load_trained
+from weights.records import build_network, build_schedule
 
 ROUTE = "model.routes=[{{start_layer_idx: 2, end_layer_idx: 3, selection_ratio: {}, return_from: {}}}]"
-ALIGNMENT, AFTER = "objective=alignment", "objective.alignment.blocks=[2]"
-CONTRAST = ("diffusion=rf_clean", "diffusion.contrastive_weight=0.05", "diffusion.shift=size")
+ALIGNMENT = ("objective=alignment", "objective.block=2")
 SPRINT = ("model=sprint", "model.routes.0.path_drop=0.5", "diffusion=rf")
 MUON = ("optimizer=muon", "optimizer.matrix_lr=1e-3", "optimizer.warmup_steps=2")
-# What a run of the recipe is given, and what its network has beside a plain one's layers.
+VERSION_1 = ("objective=version1", ROUTE.format(0.5, "null"))
+TWO_ROUTES = ("route_schedule.changes=[[2,[{start_layer_idx: 1, end_layer_idx: 1, selection_ratio: 0.5},"
+              "{start_layer_idx: 4, end_layer_idx: 4, selection_ratio: 0.25}]]]")
+RAMPS = ("route_schedule.dense_before=1", "route_schedule.dense_after=3",
+         "route_schedule.selection_ratios=[0.25,0.5,0.75]")
+# The settings of a recipe, and what its network has beside a plain one's layers.
 RECIPES = {
-    "alignment": ((ALIGNMENT, AFTER), ()),
+    "alignment on ramps": ((*ALIGNMENT, *RAMPS), ()),
     "delayed return": ((ROUTE.format(0.5, 0),), ()),
     "tokens of large norm": (("model.selection=l1",), ()),
-    "sprint": (SPRINT, ("router",)),
-    "contrast, shift, clean": (CONTRAST, ()),
-    "internal": (("objective=internal",), ("internal_head",)),
-    "layer sync": (("objective=layer_sync", ROUTE.format(0.5, "null"), "objective.layer_sync.deeper=4"), ()),
-    "dispersive": (("objective=dispersive",), ()),
-    "version 1": (("objective=version1", ROUTE.format(0.5, "null")), ()),
+    "shift": (("diffusion=rf", "diffusion.shift=size"), ()),
+    "sprint on ramps": ((*SPRINT, *RAMPS), ("router",)),
+    "version 1, then other routes": ((*VERSION_1, "objective.mae_weight=0.1", TWO_ROUTES), ()),
     "muon": (MUON, ()),
-    "all that go together": ((*SPRINT, *MUON, "objective=[internal,alignment]", AFTER,
-                              "diffusion.contrastive_weight=0.05", "diffusion.shift=2"),
-                             ("router", "internal_head")),
+    "averages, clipping and parts": (("ema.decay=[0.9,0.5]", "optimizer.clip_norm=0.1", "grad_accum_steps=2"), ()),
+    "rwkv, cosine term": (("model.backbone_type=RWKV-L/2", "model.patch_size=4", "diffusion=rf_lightning"), ()),
+    "all that go together": ((*SPRINT, *MUON, *ALIGNMENT, "diffusion.shift=2"), ("router",)),
 }  # fmt: skip
-# A knob at zero, and the run that it is then.
+# A setting at zero, and the run that it is then.
 ZEROS = {
-    "alignment": ((ALIGNMENT, AFTER, "objective.alignment.weight=0"), ()),
+    "alignment": ((*ALIGNMENT, "objective.weight=0"), ()),
     "delayed return": ((ROUTE.format(0.5, 2),), (ROUTE.format(0.5, "null"),)),
     "a delayed route of no token": ((ROUTE.format(0, 0),), ("model.routes=[]",)),
     "path drop": (("model=sprint", "model.routes.0.path_drop=0"),
                   ("model=sprint", "model.routes=[{selection_ratio: 0.75, start_layer_idx: 2, end_layer_idx: -3}]")),
-    "contrast and shift": (("diffusion=rf", "diffusion.contrastive_weight=0", "diffusion.shift=1"), ("diffusion=rf",)),
-    "internal": (("objective=internal", "objective.internal.weight=0"), ()),
-    "layer sync": (("objective=layer_sync", "objective.layer_sync.weight=0"), ()),
-    "dispersive": (("objective=dispersive", "objective.dispersive.weight=0"), ()),
+    "shift": (("diffusion=rf", "diffusion.shift=1"), ("diffusion=rf",)),
+    "a sampled ratio that is the route's": (("route_schedule.selection_ratios=[0.5]",), ()),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("settings", "of_its_own"), RECIPES.values(), ids=RECIPES)
-def test_a_recipe_resumes_bit_for_bit_and_its_network_samples(taught, tmp_path, settings, of_its_own):
+@pytest.mark.parametrize(("settings", "more_layers"), RECIPES.values(), ids=RECIPES)
+def test_a_recipe_resumes_bit_for_bit_and_its_network_samples(taught, tmp_path, settings, more_layers):
     assert_resumes(tmp_path, taught, "log.every=1", *settings)
-    plain = {key.split(".")[0] for key in DiT(patch_size=4, hidden_size=32, num_heads=2, depth=1).state_dict()}
-    assert {key.split(".")[0] for key in end_of(tmp_path / "whole")["ema"]} == plain | set(of_its_own)
     loaded = load_trained(tmp_path / "whole")
+    block = loaded.recorded["network"].get("block", "dit")
+    plain = DiT(patch_size=4, hidden_size=32, num_heads=2, depth=1, block=block).state_dict()
+    layers = {key.split(".")[0] for key in (*plain, *more_layers)}
+    assert {key.split(".")[0] for key in end_of(tmp_path / "whole")["ema"]} == layers
     [(_, latents)] = SampledImages(one_rank(), loaded.net, loaded.diffusion, lambda latents: latents, [0, 1], [0, 1],
                                    batch_size=2, num_steps=2).sample(np.arange(2))
     assert latents.isfinite().all()
@@ -69,9 +74,35 @@ def test_at_zero_a_run_is_the_plain_one_bit_for_bit(taught, tmp_path, zero, plai
     assert norms[0] == norms[1]
 
 
-@pytest.mark.parametrize("name",
-                         ["delayed return", "tokens of large norm", "sprint", "contrast, shift, clean", "internal",
-                          "layer sync", "dispersive", "version 1"])
-def test_a_recipe_compiles_one_graph_for_each_number_of_tokens(taught, tmp_path, graphs, name):
-    trained(tmp_path / "run", taught, *RECIPES[name][0], "compile=true", "steps=3")
-    assert graphs.frame_count == 2
+NETWORK = dict(input_size=8, in_channels=3, hidden_size=96, depth=4, num_heads=8, num_classes=5, init="xavier",
+               routes=[dict(start_layer_idx=1, end_layer_idx=2, selection_ratio=0.5)])
+# What differs from a plain routed network: its keywords, the objective, the schedule, and the graphs that it compiles.
+GRAPHS = {
+    **{block: ({"block": block}, {}, {}, 2) for block in ("dit", "lightning", "mamba", "rwkv")},
+    "float8": ({}, {}, {}, 2),
+    "sprint": ({"fusion": True, "selection": "grid"}, {}, {}, 2),
+    "tokens of large norm": ({"selection": "l1"}, {}, {}, 2),
+    "delayed return": ({"routes": [{**NETWORK["routes"][0], "return_from": 0}]}, {}, {}, 2),
+    "alignment": ({}, {"name": "alignment", "block": 1}, {}, 2),
+    "version 1": ({}, {"name": "version1"}, {}, 2),
+    "more ratios than torch's limit of graphs": ({}, {}, dict(
+        dense_after=45, selection_ratios=[n / 10 for n in range(1, 10)]), 10),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("network", "objective", "schedule", "num_graphs"), GRAPHS.values(), ids=GRAPHS)
+def test_each_number_of_tokens_is_one_graph_and_nothing_is_compiled_again(graphs, request, network, objective, schedule,
+                                                                          num_graphs):
+    torch.manual_seed(0)
+    net = build_network(NETWORK | network)
+    if "float8" in request.node.callspec.id:
+        pytest.importorskip("torchao")
+        speed.multiply_in_float8(net, emulate=True)
+    speed.compile_blocks(net, True)
+    minimised = build_objective(net, EDM(), objective, {"teacher": (16, 5)}, build_schedule(net, schedule, seed=0))
+    arrays = {name: torch.randn(2, 16, 5) for name in minimised.arrays}
+    for minimised.step in range(50 if schedule else 3):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss, _ = minimised(torch.randn(2, 3, 8, 8), torch.tensor([0, 1]), **arrays)
+        loss.sum().backward()
+    assert graphs.frame_count == num_graphs

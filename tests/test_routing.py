@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dit import DiT
 from routing_module import Route, Router, resolve_routes
@@ -13,12 +15,25 @@ def tokens(batch=4, num_tokens=16, dim=8, **kwargs):
     return torch.randn(batch, num_tokens, dim, **kwargs)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 7, 16, 81, 256])
-@pytest.mark.parametrize("ratio", [0.0, 0.1, 0.25, 0.5, 0.75, 0.99])
-def test_the_mask_keeps_the_right_number_of_distinct_tokens_in_raster_order(num_tokens, ratio):
-    ids = router.get_mask(tokens(num_tokens=num_tokens), ratio)
-    assert ids.shape == (4, num_tokens - int(num_tokens * ratio)) and ids.dtype == torch.int64
+ROUTERS = [Router(), Router("l1", l1_reg=1.0), Router("l1", l1_reg=0.5, inverse=True), Router("grid")]
+
+
+@given(selector=st.sampled_from(ROUTERS), half=st.integers(1, 8), batch=st.integers(1, 5), seed=st.integers(0, 99),
+       ratio=st.floats(0, 1, exclude_max=True), higher=st.floats(0, 1, exclude_max=True))
+def test_a_mask_keeps_the_right_number_of_distinct_tokens_of_each_sample_in_raster_order(selector, half, batch, seed,
+                                                                                        ratio, higher):
+    torch.manual_seed(seed)
+    x, noise, num_tokens = tokens(batch, 4 * half**2), torch.rand(batch, 4 * half**2), 4 * half**2
+    ids = selector.get_mask(x, ratio, noise)
+    assert ids.shape == (batch, num_tokens - int(num_tokens * ratio)) and ids.dtype == torch.int64
     assert (ids[:, 1:] > ids[:, :-1]).all() and ids.min() >= 0 and ids.max() < num_tokens
+    back = selector.end_route(selector.start_route(x, ids) + 1, ids, x)
+    kept = torch.zeros(batch, num_tokens, dtype=torch.bool).scatter_(1, ids, True)
+    assert torch.equal(back[~kept], x[~kept]) and torch.equal(back[kept], (x + 1)[kept])
+    alone = [selector.get_mask(x[[i]], ratio, noise[[i]])[0] for i in range(batch)]
+    assert torch.equal(torch.stack(alone), ids), "a sample's mask depends on the others"
+    fewer = selector.get_mask(x, max(ratio, higher), noise)
+    assert all({*few} <= {*many} for few, many in zip(fewer.tolist(), ids.tolist(), strict=True))
 
 
 def test_every_token_is_kept_equally_often_and_each_sample_has_its_own_mask():
@@ -36,15 +51,6 @@ def test_masks_of_bfloat16_tokens_are_sampled_in_float32():
     torch.manual_seed(0)
     torch.randn(4, 256, 8)
     assert torch.equal(router.get_mask(x.bfloat16(), 0.5), expected)
-
-
-def test_every_token_comes_back_and_those_that_skipped_are_untouched():
-    x = tokens()
-    ids = router.get_mask(x, 0.5)
-    back = router.end_route(router.start_route(x, ids) + 1, ids, x)
-    kept = torch.zeros(4, 16, dtype=torch.bool).scatter_(1, ids, True)
-    assert torch.equal(back[~kept], x[~kept])
-    assert torch.equal(back[kept], (x + 1)[kept])
 
 
 def test_the_gradient_of_a_skipping_token_takes_the_identity_path():
@@ -79,9 +85,7 @@ def test_a_route_may_return_from_a_block_after_another_route_or_counted_from_the
     assert resolve_routes([Route(1, 4, 0.5, return_from=-12)], 12)[0].return_from == 0
 
 
-def test_as_few_tokens_are_kept_whatever_selects_them_and_some_settings_select_none():
-    for selection in ("random", "l1"):
-        assert Router(selection).get_mask(tokens(num_tokens=7), 0.5).shape == (4, 4)
+def test_settings_that_select_no_tokens_are_refused():
     for wrong, says in ((dict(selection="l2"), "none of random, grid, l1"), (dict(l1_reg=1.5), r"outside \[0, 1\]"),
                         (dict(l1_reg=-0.1), r"outside \[0, 1\]")):
         with pytest.raises(ValueError, match=says):
@@ -119,8 +123,7 @@ class LastRows(Router):
         return -torch.arange(noise.shape[1]).expand(len(noise), -1)
 
 
-@pytest.mark.parametrize("router",
-                         [Router(), Router("l1", l1_reg=1.0), Router("l1", l1_reg=0.5, inverse=True), LastRows()])
+@pytest.mark.parametrize("router", [*ROUTERS, LastRows()])
 def test_tokens_that_must_be_kept_are_and_no_more_are_kept_for_it(router):
     x, keep_mask = tokens(), torch.zeros(4, 16, dtype=torch.bool)
     keep_mask[0, :8] = keep_mask[1, 3] = keep_mask[3, 10:] = True

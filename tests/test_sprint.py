@@ -1,7 +1,6 @@
 """Sprint: tokens leave before g, mask tokens replace them after it, and a linear layer fuses g's output with f's."""
 
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from guidance import Guidance
 from rf import RF
 from routed import routed
 from routing_module import Route, Router, resolve_routes
-from scripts.export import check_plain
 from weights.records import architecture, build_network
 
 THEIRS = published("sprint")
@@ -119,13 +117,8 @@ def groups(ids, side=8):
 
 @pytest.mark.parametrize(("ratio", "each"), [(0.75, {1}), (0.5, {2}), (0.25, {3}), (0.875, {0, 1}), (0.6, {1, 2})])
 def test_as_many_of_each_2_by_2_tokens_are_kept_as_of_any_other(ratio, each):
-    x = torch.empty(50, 64, 1)
-    noise = torch.rand(50, 64)
-    ids = Router("grid").get_mask(x, ratio, noise)
+    ids = Router("grid").get_mask(torch.empty(50, 64, 1), ratio)
     assert set(groups(ids).flatten().tolist()) == each and ids.shape[1] == 64 - int(64 * ratio)
-    assert (ids[:, 1:] > ids[:, :-1]).all()
-    fewer = Router("grid").get_mask(x, 0.9, noise).tolist()
-    assert all(set(a) < set(b) for a, b in zip(fewer, ids.tolist(), strict=True)), "a higher ratio keeps a subset"
 
 
 def test_each_token_of_a_group_is_kept_equally_often_whichever_is_kept_in_another():
@@ -189,7 +182,6 @@ def test_a_record_builds_the_network_again_and_its_dense_fine_tune_has_the_same_
     (lambda: infer_architecture(net().state_dict()), "load them from their run or checkpoint folder"),
     (lambda: net()(*batch(), routes=(Route(1, 3, 0.5),)), r"fuses after route 2→3 .* such as 1→3"),
     (lambda: Guidance(3.0, gamma2=1, routes=(Route(1, 3, 0.5),)).check(net()), "leave routes out"),
-    (lambda: check_plain(SimpleNamespace(recorded={"network": RECORD}), "dit"), "fusion=True: to=hub accepts any"),
     (lambda: routed(net(), [Route(2, 3, 0.5)]).__enter__(), "call it with routes=net.routes"),
     (lambda: routed(nn.Module(), [Route(0, 0, 0.5, path_drop=0.5)],
                     blocks=nn.ModuleList([nn.Linear(1, 1)])).__enter__(), "and path_drop"),

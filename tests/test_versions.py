@@ -135,7 +135,8 @@ def trained() -> dict[str, float]:
                     "batch_size=5", "model.backbone_type=DiT-S/2", "model.hidden_size=16", "model.depth=7",
                     "model.num_heads=2", "model.init=xavier", "label_dropout=0.5", "optimizer.lr=1e-2",
                     "optimizer.eps=1e-3", "optimizer.warmup_steps=0", "ema.decay=0.5", "ema.warmup=false",
-                    "log.every=1", "samples.every=0", "precision=fp32", "compile=false", "cpu=true")
+                    "log.every=1", "samples.every=0", "precision=fp32", "compile=false", "cpu=true",
+                    "log.trackers=[]")
         found = {f"{key} of step {row['step']}": row[key] for row in files.read_rows(run / "metrics.jsonl")
                  for key in ("loss", "grad_norm")}
         last = checkpoints.latest(run)

@@ -24,7 +24,7 @@ def command(run: Path, data: Path, *overrides) -> list[str]:
     return ["train.py", *last_of_each([
         "experiment=quickstart", f"run_dir={run}", f"data.path={data}", "batch_size=8", "model.hidden_size=32",
         "model.num_heads=2", "model.depth=6", "samples.every=0", "log.every=3", "checkpoint.every=4", "steps=24",
-        *overrides])]
+        "log.trackers=[]", *overrides])]
 
 
 def train(run, data, *overrides, **options) -> subprocess.CompletedProcess:

@@ -5,10 +5,9 @@ import sys
 
 import pytest
 import torch
-from accelerate import Accelerator
 from conftest import ROOT
 from torch import nn
-from training_runs import assert_resumes, command, train_here
+from training_runs import command
 
 from blocks import BLOCKS, BlockKind
 from dit import DiT, multiply_adds
@@ -66,6 +65,8 @@ def through_all_blocks(block):
 @every_block
 def test_tokens_on_a_route_come_out_as_if_there_were_no_others_and_those_that_left_unchanged(block):
     (net, seen), (x, t, y) = through_all_blocks(block), batch()
+    net.double()
+    x, t = x.double(), t.double()
     net(x, t, y, routes=net.routes)
     assert seen["x_kept"].shape == (4, 10, 32)
     left = torch.ones(4, 16, dtype=torch.bool).scatter_(1, seen["ids_keep"], False)
@@ -76,11 +77,12 @@ def test_tokens_on_a_route_come_out_as_if_there_were_no_others_and_those_that_le
         alone = seen["embedded"][b : b + 1, ids]
         for layer in net.blocks:
             alone = layer(alone, c[b : b + 1], ids[None])
-        torch.testing.assert_close(seen["x_kept"][b : b + 1], alone, rtol=0, atol=1e-5)
-        ours, theirs = (torch.autograd.grad(out.square().sum(), weights, retain_graph=True)
-                        for out in (seen["x_kept"][b], alone))
-        for one, other in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * float(other.abs().max().clamp(min=1)))
+        torch.testing.assert_close(seen["x_kept"][b : b + 1], alone, rtol=1e-5, atol=1e-5)
+        on_route, in_sequence = (torch.autograd.grad(out.square().sum(), weights, retain_graph=True)
+                                 for out in (seen["x_kept"][b], alone))
+        largest = max(gradient.norm() for gradient in in_sequence)  # beside which that of a key's bias is rounding
+        for one, other in zip(on_route, in_sequence, strict=True):
+            assert (one - other).norm() <= 1e-5 * other.norm().clamp(min=1e-3 * largest)
 
 
 @every_block
@@ -126,17 +128,6 @@ def test_gradients_reach_every_parameter_and_are_those_of_recomputed_activations
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
 
 
-@every_block
-def test_each_number_of_tokens_is_one_graph_and_is_not_compiled_again(block, fresh_accelerator, graphs):
-    net = network(block)
-    speed.compile_blocks(net, True)
-    called = Accelerator(mixed_precision="bf16", cpu=True).prepare(net)
-    for seed in range(3):
-        torch.manual_seed(seed)
-        called(*batch(), routes=net.routes).sum().backward()
-    assert graphs.frame_count == 2
-
-
 def test_the_example_of_a_custom_block_trains_by_its_command(shapes, tmp_path):
     settings = command(tmp_path / "run", shapes, "steps=2", "model.backbone_type=Parallel-S/2")[1:]
     # Not forked, as it is known before train.py is.
@@ -146,16 +137,6 @@ def test_the_example_of_a_custom_block_trains_by_its_command(shapes, tmp_path):
     trained = load_trained(tmp_path / "run")
     assert type(trained.net.blocks[0]).__name__ == "ParallelBlock" and trained.step == 2
     assert len(trained.net.routes) == 1 and all(p.isfinite().all() for p in trained.net.parameters())
-
-
-def test_a_run_of_another_block_resumes_bit_for_bit(shapes, tmp_path):
-    settings = ("diffusion=rf_lightning", "log.every=1", f"model.backbone_type={next(iter(BLOCKS['rwkv'].models))}",
-                "model.patch_size=4")
-    assert_resumes(tmp_path, shapes, *settings)
-    trained = load_trained(tmp_path / "parts")
-    assert type(trained.net.blocks[0]) is BLOCKS["rwkv"].block and trained.diffusion.cosine_weight == 1
-    refused = train_here(tmp_path / "parts", shapes, *settings, "steps=5", "model.qk_norm=true")
-    assert refused.returncode == 1 and "block rwkv has none" in refused.stderr
 
 
 @every_block

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from dit import DiT
 from edm import EDM
-from objectives import DiffusionLoss, Objective
+from objectives import DiffusionLoss
 from routing_module import Route, RouteSchedule
 from train import train_step
 from training.cuda_graphs import Recorded, record_passes
@@ -19,23 +19,23 @@ from training.cuda_graphs import Recorded, record_passes
 TINY = dict(input_size=8, patch_size=2, in_channels=4, hidden_size=32, depth=4, num_heads=2, num_classes=4)
 
 
-class Counting(Objective):
-    """Counts the samples of its calls in a buffer, and adds a term until step 3."""
+class Counting(DiffusionLoss):
+    """Counts the samples of its calls in a buffer, and multiplies the loss by an array until step 3."""
 
-    own_terms = ("count",)
+    terms = ("count",)
 
-    def __init__(self, inner):
-        super().__init__(inner)
+    def __init__(self, *args, **keywords):
+        super().__init__(*args, **keywords)
         self.register_buffer("seen", torch.zeros(()))
 
     @property
     def phase(self):
-        return self.inner.phase, self.step < 3
+        return super().phase, self.step < 3
 
-    def forward(self, x, y, **arrays):
-        loss, terms = self.inner(x, y, **arrays)
+    def forward(self, x, y, weight):
+        loss, _ = super().forward(x, y)
         self.seen += len(x)
-        return loss * self.seen.clone() if self.step < 3 else loss, {**terms, "count": self.seen.expand(len(x))}
+        return loss * self.seen.clone() * weight if self.step < 3 else loss, {"count": self.seen.expand(len(x))}
 
 
 class Graph(TorchDispatchMode):
@@ -85,7 +85,7 @@ def trained(recorded, num_parts, precision="no", copies=None, **schedule):
     """Six steps; returns their losses, gradient norms and the weights."""
     torch.manual_seed(0)
     net = DiT(**TINY, routes=[Route(1, 2, 0.5)])
-    objective = Counting(DiffusionLoss(net, EDM(), schedule=RouteSchedule(net.routes, **schedule)))
+    objective = Counting(net, EDM(), schedule=RouteSchedule(net.routes, **schedule))
     accelerator = Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=num_parts)
     called = Recorded(objective, num_parts > 1 if copies is None else copies) if recorded else objective
     called = accelerator.prepare_model(called)
@@ -93,7 +93,7 @@ def trained(recorded, num_parts, precision="no", copies=None, **schedule):
     rows = []
     for objective.step in range(6):
         torch.manual_seed(objective.step)
-        x, weight = torch.randn(4, 4, 8, 8), torch.rand(4, 1, 8, 8)
+        x, weight = torch.randn(4, 4, 8, 8), torch.rand(4)
         loss, norm, skipped, terms = train_step(accelerator, called, objective, optimizer, x, torch.arange(4),
                                             {"weight": weight}, label_dropout=0.5, clip_norm=1.0, num_parts=num_parts)
         rows.append((loss.item(), norm.item(), skipped.item(), terms.item()))

@@ -22,7 +22,8 @@ from training.run import Sums
 
 CUDA = torch.device("cuda")
 ROUTES = [Route(1, 1, 0.5)]
-LOSSES = {"edm": (EDM(), {}), "version1": (EDM(), {"version1": {"mae_weight": 0.1}}), "rf": (RF(cosine_weight=1.0), {})}
+LOSSES = {"edm": (EDM(), {}), "version1": (EDM(), {"name": "version1", "mae_weight": 0.1}),
+          "alignment": (RF(), {"name": "alignment"}), "rf": (RF(cosine_weight=1.0), {})}
 
 
 def fill_gradients(model, loss):
@@ -40,7 +41,7 @@ def muon(net):
                            weight_decay=0.1)
 
 
-def take_step(block="dit", loss="edm", selection="random", keep_masked=False, num_parts=1, make_optimizer=adamw):
+def take_step(block="dit", loss="edm", selection="random", num_parts=1, make_optimizer=adamw):
     """Takes the step of train.py's loop on fake tensors of a GPU, with optimizer, EMA and sums; returns all that is
     left.
     """
@@ -50,13 +51,14 @@ def take_step(block="dit", loss="edm", selection="random", keep_masked=False, nu
             model, ema = (DiT(input_size=8, hidden_size=32, depth=3, num_heads=2, num_classes=4, routes=ROUTES,
                               block=block,
                               router=Router(selection)) for _ in range(2))  # a copy of fake tensors is of another mode
-            x, y, weight, sums = torch.randn(4, 4, 8, 8), torch.randint(4, (4,)), torch.rand(4, 1, 8, 8), Sums(CUDA)
-        accelerator.backward = lambda loss: fill_gradients(model, loss)
-        diffusion, parts = LOSSES[loss]
-        objective = build_objective(model, diffusion, parts, keep_masked)
+            x, y, teacher = torch.randn(4, 4, 8, 8), torch.randint(4, (4,)), torch.rand(4, 16, 5)
+            diffusion, settings = LOSSES[loss]
+            objective = build_objective(model, diffusion, settings, {"teacher": (16, 5)})
+            sums = Sums(CUDA, objective.terms)
+        accelerator.backward = lambda loss: fill_gradients(objective, loss)
         optimizer = accelerator.prepare_optimizer(make_optimizer(model), device_placement=False)
-        taken = train_step(accelerator, objective, objective, optimizer, x, y, {"weight": weight}, label_dropout=0.1,
-                           clip_norm=1.0, num_parts=num_parts)
+        taken = train_step(accelerator, objective, objective, optimizer, x, y, dict.fromkeys(objective.arrays, teacher),
+                           label_dropout=0.1, clip_norm=1.0, num_parts=num_parts)
         update_ema(ema, model, 0.99)
         sums.add(*taken)
     moments = [value for of_one in optimizer.state.values() for value in of_one.values()]
@@ -67,10 +69,10 @@ def take_step(block="dit", loss="edm", selection="random", keep_masked=False, nu
 
 @pytest.mark.parametrize("block", ["dit", "lightning", "mamba", "rwkv"])
 def test_a_step_has_no_tensor_on_another_device_and_waits_for_none(block, fresh_accelerator):
-    for loss, selection, keep_masked, num_parts in itertools.product(LOSSES, ["random", "l1"], [False, True], [1, 2]):
-        if selection == "random" or not (keep_masked or loss == "version1"):  # which must know the masks beforehand
+    for loss, selection, num_parts in itertools.product(LOSSES, ["random", "l1"], [1, 2]):
+        if selection == "random" or loss != "version1":  # which must know the masks beforehand
             fresh_accelerator(reset_partial_state=True)
-            tensors = take_step(block, loss, selection, keep_masked, num_parts)
+            tensors = take_step(block, loss, selection, num_parts)
             assert {tensor.device.type for tensor in tensors} == {"cuda"}
 
 

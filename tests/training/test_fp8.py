@@ -83,16 +83,7 @@ def test_the_emulation_equals_products_in_float8(batch):
         answer.square().mean().backward()
         results.append((answer.detach(), model.blocks[1].attn.qkv.weight.grad))
     for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-
-
-def test_each_number_of_tokens_is_one_graph_in_float8_too(graphs):
-    model = network()
-    speed.multiply_in_float8(model, emulate=True)
-    speed.compile_blocks(model, True)
-    for _ in range(2):
-        model(torch.randn(4, 4, 8, 8), torch.randn(4), torch.arange(4), routes=model.routes).sum().backward()
-    assert graphs.frame_count == 2
+        assert (one - other).norm() <= 1e-4 * other.norm()
 
 
 def test_layers_that_do_not_divide_by_16_raise_a_one_line_error():
