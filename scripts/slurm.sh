@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs a command of this project as a Slurm job, on one node or several. It saves before the time limit, requeues itself
 # and resumes.
-#   sbatch --nodes=2 --gpus-per-node=8 --ntasks-per-node=8 scripts/slurm.sh train.py experiment=xl2_tread name=xl2
+#   sbatch --nodes=2 --gpus-per-node=8 --ntasks-per-node=8 scripts/slurm.sh train.py experiment=tread size=xl2
 #   sbatch --array=1-6 --gpus-per-node=1 scripts/slurm.sh scripts/study.py study=cifar10 'tasks=[train,score]'
 #                                                        one part of the study each; then tasks=[time,report], once.
 #                                                        For lost parts submit the same numbers 1-6 again
@@ -18,7 +18,7 @@
 #SBATCH --cpus-per-task=8
 set -uo pipefail
 cd "${SLURM_SUBMIT_DIR:-.}" || exit 1
-[ $# -gt 0 ] || { echo "slurm.sh: give a command to run, as train.py experiment=b2_tread." >&2; exit 2; }
+[ $# -gt 0 ] || { echo "slurm.sh: give a command to run, as train.py experiment=tread." >&2; exit 2; }
 
 # Five minutes before the end Slurm sends USR1 (to this script alone), before a preemption TERM. The processes get one
 # TERM, as a second would end them at once; they save and exit with 143.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dit import DiT, DiT_models
 from edm import DDPM, EDM
-from objectives import DiffusionLoss
+from objectives.version1 import Version1
 from routing_module import Route, Router
 
 TINY = dict(input_size=8, patch_size=2, in_channels=4, hidden_size=64, depth=3, num_heads=4, num_classes=10)
@@ -146,13 +146,10 @@ def test_a_forward_of_version_1_equals_the_code_of_january(case):
 @pytest.mark.parametrize("case", TREAD_V1["loss"], ids=names(TREAD_V1["loss"]))
 @torch.no_grad()
 def test_the_loss_of_version_1_equals_the_code_of_january(case):
-    from objectives.version1 import Version1
-
     net = fill(DiT(**TINY | {"depth": 4}, routes=[Route(*route) for route in case["routes"]]))
     x, eps, y = wave(case["shape"], amplitude=0.7), wave(case["shape"], 1, 1.4), torch.tensor(case["y"])
-    objective = Version1(DiffusionLoss(net, EDM()), mae_weight=case["mae_weight"])
-    loss = objective.loss(x, y, torch.ones(1), noise_that_keeps(case["ids_keep"]),
-                          sigma=torch.tensor(case["sigma"]), eps=eps)
+    objective = Version1(net, EDM(), mae_weight=case["mae_weight"])
+    loss = objective.loss(x, y, noise_that_keeps(case["ids_keep"]), torch.tensor(case["sigma"]), eps)
     assert loss.tolist() == pytest.approx(case["loss"], rel=0, abs=1e-5)
 
 

@@ -224,7 +224,7 @@ def describe_run(cfg: TrainSettings, latents: Latents, world: int, device: torch
     }
     if schedule:
         record["route_schedule"] = schedule
-    if cfg.objective["name"]:
+    if cfg.objective.get("name"):
         record["objective"] = cfg.objective
     if len(latents.classes) != num_classes:
         data["classes"] = latents.classes

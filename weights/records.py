@@ -130,6 +130,8 @@ def diffusion_keywords(diffusion: dict) -> dict:
     name = diffusion.get("name")
     if name not in [*DIFFUSIONS]:  # `name` may be a list
         raise ValueError(f"There is no diffusion {name!r}; choose one of {', '.join(DIFFUSIONS)}.")
+    if diffusion.get("contrastive_weight") == 0:  # of runs from before that loss went
+        diffusion = {key: value for key, value in diffusion.items() if key != "contrastive_weight"}
     return read(DIFFUSION_RECORDS[name], diffusion, f"diffusion={name}: ").model_dump()
 
 
