@@ -21,24 +21,11 @@ from runtime import files, ranks, sharding
 from runtime.schema import Count, NonNegativeInt, NotNegative, Number, as_recorded, as_text, leaves, read, read_record
 from training.optimizers import load_optimizer, optimizer_tensors
 from training.run import Run
-from training.settings import WITHOUT_EFFECT, CheckpointSettings
+from training.settings import ONLY_AT_START, WITHOUT_EFFECT, CheckpointSettings
 from weights import checkpoint as checkpoints
 from weights.averages import names_of
-from weights.loading import (
-    Trained,
-    find_by_hash,
-    find_on_main_rank,
-    latest_checkpoint,
-    load_trained,
-    other_data,
-)
-from weights.records import (
-    ROUTER_DEFAULTS,
-    CheckpointRecord,
-    DataRecord,
-    architecture,
-    diffusion_keywords,
-)
+from weights.loading import Trained, find_by_hash, find_on_main_rank, latest_checkpoint, load_trained, other_data
+from weights.records import CheckpointRecord, DataRecord, architecture, diffusion_keywords
 
 
 class TrainedData(DataRecord):
@@ -65,23 +52,13 @@ class Meta(CheckpointRecord):
     route_schedule: dict = {}
 
 
-# Settings in WITHOUT_EFFECT that do change a run: a checkpoint's record has their values under other keys.
-RECORDED = {"seed", "batch_size", "model", "diffusion", "objective", "route_schedule", "diffusion_name",
-            "new_label_table"}
-
-
 def tells_runs_apart(key: str) -> bool:
     """True if two runs that differ in the setting at a dotted key are different runs.
 
-    Paths, what is shown and the kind of device do not matter.
+    Names, paths, what is shown or kept, and the kind of device do not matter.
     """
-    return not is_among(key, WITHOUT_EFFECT - RECORDED | {"compile", "cpu"})
-
-
-def is_among(key: str, names: set[str]) -> bool:
-    """True if a dotted key, or a group that it is in, is one of the names."""
     parts = key.split(".")
-    return any(".".join(parts[:end]) in names for end in range(1, len(parts) + 1))
+    return not any(".".join(parts[:end]) in WITHOUT_EFFECT for end in range(1, len(parts) + 1))
 
 
 # ---- may it resume? -------------------------------------------------------------------------------------------------
@@ -109,20 +86,6 @@ def without_weights(settings: dict) -> dict:
             for key, value in settings.items() if not key.endswith("weight")}
 
 
-def numerical_settings(record: dict) -> dict[str, object]:
-    """Returns the settings that change a run's numbers, by name; most may have another value when it resumes."""
-    config, network = leaves(record.get("config", {})), {"routes": [], **ROUTER_DEFAULTS, **record["network"]}
-    length = {"steps": config.get("steps")} if config.get("optimizer.schedule") == "cosine" else {}
-    return {
-        **{key: record[key] for key in ("world", "seed", "batch_size")},
-        **{key: network[key] for key in ("routes", *ROUTER_DEFAULTS)},
-        "route_schedule": record.get("route_schedule", {}), **length,
-        **{key: value for key, value in config.items() if not is_among(key, WITHOUT_EFFECT)},
-        **leaves(diffusion_keywords(record["diffusion"]), "diffusion."),
-        **leaves(record.get("objective", {}), "objective."),
-    }
-
-
 def same_start(meta: dict, path: str | None) -> bool:
     """True if `init_from=path` names the weights that a run began with: the same path, or the same content."""
     began = meta.get("init_from")
@@ -131,11 +94,8 @@ def same_start(meta: dict, path: str | None) -> bool:
     return find_by_hash([path], (meta.get("parent") or {}).get("weights_sha256")) is not None
 
 
-def check_resumable(meta: dict, now: dict, run_dir: Path) -> list[str]:
-    """Compares a checkpoint's record with this run's; returns the changes that are allowed, as sentences.
-
-    Raises ValueError for another network, diffusion, objective, data set, start or optimizer.
-    """
+def check_resumable(meta: dict, now: dict, run_dir: Path) -> None:
+    """Raises ValueError if a checkpoint's record has another network, diffusion, objective, data set or start."""
     def facts(record: dict) -> dict:
         return {"network": architecture(record["network"]),
                 "diffusion": without_weights(diffusion_keywords(record["diffusion"])),
@@ -151,16 +111,19 @@ def check_resumable(meta: dict, now: dict, run_dir: Path) -> list[str]:
             raise ValueError(f"{run_dir} was trained with another {fact}, so it cannot resume: it has {old}, this "
                              f"command {new}. Start another run with name=<another>, or give the settings that "
                              f"it started with.")
-    was, is_now = numerical_settings(meta), numerical_settings(now)
-    changed = [key for key in is_now if key in was and was[key] != is_now[key]]
-    return [f"{key} was {was[key]} and is now {is_now[key]}" for key in changed]
 
 
-def differing_settings(meta: dict, now: dict) -> list[str]:
-    """Returns the settings in which a run's record differs from this run's, as sentences."""
-    was, is_now = leaves(meta.get("config", {})), leaves(now["config"])
-    return [f"{key} was {as_text(was[key])} and is now {as_text(value)}" for key, value in is_now.items()
-            if key in was and was[key] != value and tells_runs_apart(key)]
+def changed_settings(meta: dict, now: dict) -> dict[str, str]:
+    """Describes by key how settings that tell runs apart have changed since a checkpoint's record was written."""
+    def settings(record: dict) -> dict:
+        config = {key: value for key, value in leaves(record.get("config", {})).items() if tells_runs_apart(key)
+                  and not key.startswith("route_schedule.")}
+        length = {"steps": record["config"]["steps"]} if config.get("optimizer.schedule") == "cosine" else {}
+        return {**config, **length, "world": record["world"], "route_schedule": record.get("route_schedule", {})}
+
+    was, is_now = settings(meta), settings(now)
+    return {key: f"{key} was {as_text(was[key])} and is now {as_text(value)}" for key, value in is_now.items()
+            if key in was and was[key] != value}
 
 
 def open_parent(
@@ -244,17 +207,19 @@ def restore(run: Run, folder: Path, content: dict) -> None:
     unchanged = meta.history and meta.history[-1] | {"step": meta.step} == now
     run.record["history"] = meta.history if unchanged else [*meta.history, now]
     with as_recorded(folder / "meta.json"):
-        changes = check_resumable(meta.model_dump(), run.record, run.folder)
+        check_resumable(meta.model_dump(), run.record, run.folder)
+        changes = changed_settings(meta.model_dump(), run.record)
     if meta.step > cfg.steps:
         raise ValueError(f"{run.folder} has taken {meta.step} steps already, more than steps={cfg.steps}: raise "
                          f"steps, or start another run with name=<another>.")
-    if meta.step == cfg.steps and (others := differing_settings(content, run.record)):
+    if meta.step == cfg.steps and (others := [text for key, text in changes.items() if key != "world"]):
         raise ValueError(f"{run.folder} has finished its {meta.step} steps with other settings: {'; '.join(others)}. "
                          f"Train with these under another name=<name> or run_dir=<folder>, or continue that run with "
                          f"a larger steps=.")
-    for change in changes if meta.step < cfg.steps else []:
-        accelerator.print(f"Resuming with a change: {change}. From here on the run differs from one without the "
-                          "change.")
+    for key, change in changes.items() if meta.step < cfg.steps else ():
+        if key not in ONLY_AT_START:
+            accelerator.print(f"Resuming with a change: {change}. From here on the run differs from one without the "
+                              "change.")
     run.record["null_label"] = meta.null_label or (run.record["null_label"] and meta.step < cfg.steps)
     run.step, run.images, run.elapsed_before = meta.step, meta.images, meta.elapsed_s
     if meta.run_id.rpartition("-")[0] == run.folder.name:  # else it is a copy, and wandb would drop its rows as known
@@ -275,7 +240,7 @@ def restore(run: Run, folder: Path, content: dict) -> None:
 
 
 def stored_averages(meta: Meta, run: Run) -> dict[str, str]:
-    """Returns the file of a checkpoint from which each average resumes; one with a new decay begins with the weights."""
+    """Returns the file of a checkpoint from which each average resumes; one of a new decay begins with the weights."""
     with as_recorded(run.folder / "checkpoints"):
         was = {decay: name for name, decay in names_of(meta.config.get("ema", {}).get("decay", [None])).items()}
     sources = {}

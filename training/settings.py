@@ -133,15 +133,14 @@ class EvaluateSettings(Settings):
     batch_size: Count
 
 
-# A resumed run does not announce changes of these: names, paths, what is shown or kept, speed, and what only the first
-# start reads. For the rest of them the checkpoint's record is compared, in which null has become a number.
+# Settings in which two runs may differ and still be the same: names, paths, what is shown or kept, length and device.
 WITHOUT_EFFECT = {
     "name", "run_dir", "log", "checkpoint", "samples", "evaluate", "decode_precision", "decode_batch_size",
-    "max_skipped_in_row", "activation_checkpointing", "init_from", "diffusion_name", "new_label_table", "seed",
-    "batch_size", "steps", "model", "diffusion", "objective", "route_schedule", "data.name", "data.path",
+    "max_skipped_in_row", "activation_checkpointing", "init_from", "steps", "compile", "cpu", "data.name", "data.path",
     "data.channels", "data.input_size", "data.num_classes", "data.on_device", "data.autoencoder", "data.grid_classes",
     "data.verify",
 }
+ONLY_AT_START = {"model.name", "model.init", "diffusion_name", "new_label_table"}  # a resumed run does not read them
 
 
 class TrainSettings(Settings):
