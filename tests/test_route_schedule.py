@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 import training_runs
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_sharding import all_well, assert_same_losses, on_ranks
 from test_study import run_of
@@ -79,6 +79,7 @@ def test_a_schedule_gives_each_step_its_routes_and_says_when_they_change():
     assert {*ratios_of(sampling, 4)} == {0.3, 0.7} and ratios_of(sampling, 20)[4:] == 16 * [0]
 
 
+@settings(deadline=None)
 @given(seeds=st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1)), steps=st.lists(st.integers(0, 10**6)),
        dense_after=st.integers(1, 10**6))
 def test_a_steps_routes_are_a_function_of_seed_and_step(seeds, steps, dense_after):

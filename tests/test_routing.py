@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dit import DiT
@@ -18,6 +18,7 @@ def tokens(batch=4, num_tokens=16, dim=8, **kwargs):
 ROUTERS = [Router(), Router("l1", l1_reg=1.0), Router("l1", l1_reg=0.5, inverse=True), Router("grid")]
 
 
+@settings(deadline=None)
 @given(selector=st.sampled_from(ROUTERS), half=st.integers(1, 8), batch=st.integers(1, 5), seed=st.integers(0, 99),
        ratio=st.floats(0, 1, exclude_max=True), higher=st.floats(0, 1, exclude_max=True))
 def test_a_mask_keeps_the_right_number_of_distinct_tokens_of_each_sample_in_raster_order(selector, half, batch, seed,
