@@ -1,5 +1,6 @@
 """What goes wrong with files, as functions that change a folder or a file, given its path; and how it is refused."""
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +38,12 @@ def array(name: str, change: Callable[[np.ndarray], np.ndarray]) -> Change:
 def record(**changes) -> Change:
     """Changes what the metadata.json of a latent folder says."""
     return lambda path: change_record(path, **changes)
+
+
+def without_hashes(path: Path) -> None:
+    """Removes the hashes of a latent folder's files, as in one that was written before there were any."""
+    shards = json.loads((path / "metadata.json").read_text())["shards"]
+    change_record(path, shards=[{key: value for key, value in shard.items() if key != "sha256"} for shard in shards])
 
 
 def both(*changes: Change) -> Change:

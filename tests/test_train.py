@@ -16,8 +16,9 @@ from accelerate import Accelerator
 from conftest import run_command
 from PIL import Image
 from safetensors.torch import load_file
-from tqdm import tqdm
+from spoils import without_hashes
 from test_configs import load
+from tqdm import tqdm
 from training_runs import assert_same_end, rows, train_here, trained
 from training_runs import train_here as train
 
@@ -92,6 +93,7 @@ def test_a_run_whose_every_step_is_skipped_does_not_finish_however_short_it_is(s
 def test_a_nan_in_the_data_is_named_before_the_learning_rate_is_blamed(shapes, tmp_path, monkeypatch):
     data = shutil.copytree(shapes, tmp_path / "data")
     monkeypatch.setattr("latents.folder.NUM_PROBED", 1)  # image 0 alone is looked at when the data are opened
+    without_hashes(data)
     np.load(data / "latents-00000.npy", mmap_mode="r+")[1:] = np.nan
     small = ("steps=4", "model.depth=3", "model.routes=[]")
     said = train_here(tmp_path / "run", data, *small).stderr

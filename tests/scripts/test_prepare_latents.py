@@ -21,7 +21,7 @@ from PIL import Image
 from spoils import refused
 
 from latents.folder import open_latents
-from runtime.files import lock_folder
+from runtime.files import lock_folder, sha256
 from runtime.schema import CONFIGS
 from scripts import prepare_latents as script
 from weights import autoencoders
@@ -105,7 +105,8 @@ def test_pixels_go_in_and_come_back(pets, tmp_path):
         "num_classes": 3, "class_names": ["cat", "dog", "emu"], "autoencoder": "identity", "scale": 1.0,
         "shift": 0.0, "resolution": 32, "source": str(pets), "unreadable": [],
         "precision": "fp32", "tf32": False, "device": "cpu",
-        "shards": [{"latents": f"latents-0000{i}.npy", "labels": f"labels-0000{i}.npy", "count": n}
+        "shards": [{"latents": f"latents-0000{i}.npy", "labels": f"labels-0000{i}.npy", "count": n, "sha256": {
+            name: sha256(tmp_path / "out" / name) for name in (f"latents-0000{i}.npy", f"labels-0000{i}.npy")}}
                    for i, n in enumerate((4, 4, 2))],
     }  # fmt: skip
     assert arrays["labels"].tolist() == [0] * 4 + [1] * 3 + [2] * 3 and arrays["labels"].dtype == np.dtype("<i8")
