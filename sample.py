@@ -26,7 +26,6 @@ from sampling.generate import SAMPLING_VERSION, Batch, gathered, generate, sampl
 from sampling.opening import Sampling, open_sampling
 from sampling.options import (
     GRID_CLASSES,
-    NO_GUIDANCE,
     GuidanceSettings,
     SamplingSettings,
     check_guided,
@@ -61,7 +60,9 @@ def default_grid(cfg: GridSettings, config_name: str, trained: Trained, ending: 
     Its name contains the settings that change the images and are not the command's defaults, so that grids with other
     settings are kept.
     """
-    usual = dict(NO_GUIDANCE) | OmegaConf.to_container(OmegaConf.load(CONFIGS / "sampling.yaml")) | OmegaConf.to_container(OmegaConf.load(CONFIGS / f"{config_name}.yaml"))
+    usual = {}
+    for name in ("guidance/none", "sampling", config_name):
+        usual |= OmegaConf.to_container(OmegaConf.load(CONFIGS / f"{name}.yaml"))
     hidden = NOT_IN_NAME | ({*GuidanceSettings.model_fields} if ending == "-unguided" else set())
     ending = f"{name_of_changes(cfg.model_dump(mode='json', exclude=hidden), usual)}{ending}.png"
     checkpoint, path = trained.checkpoint, Path(cfg.checkpoint)

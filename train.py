@@ -35,7 +35,7 @@ from runtime.schema import as_text
 from sampling.generate import gathered, generate
 from sampling.options import labels_of
 from sampling.pictures import write_grid
-from scoring.image_sets import SampledImages, describe_weights
+from scoring.image_sets import describe_weights, sampled_images
 from scoring.results import result_row
 from scoring.score import score_on
 from training import speed
@@ -261,20 +261,19 @@ def evaluate(run: Run) -> None:
         began = time.perf_counter()
         weights = describe_weights(str(run.folder), run.step, name, run.autoencoder, run.cfg.decode_precision,
                                    run.latents.classes, run.model.num_classes, in_training=True)
-        images = SampledImages(
+        images = sampled_images(
             accelerator, run.averages[name], run.diffusion, run.decode, seeds, labels, outline=outline,
             batch_size=cfg.batch_size, num_steps=cfg.num_steps, precision=run.sampling_precision, weights=weights,
             guidance=None if scale is None else Guidance(scale))
-        scores = score_on(accelerator, evaluator, images.sample(np.arange(len(seeds))), len(seeds))
+        scores = score_on(accelerator, evaluator, images)
         seconds = time.perf_counter() - began
         rows.append(result_row(accelerator, images, evaluator, scores, batch_size=cfg.batch_size, seconds=seconds))
-        guided = "" if scale is None else f"_guided_{scale:g}"
+        of = f"{name}_{cfg.num_steps}_steps" + ("" if scale is None else f"_guided_{scale:g}")
         if accelerator.is_main_process:
             written = "  ".join(f"{metric} {value:.4g}" for metric, value in scores.items())
-            tqdm.write(f"step {run.step}/{run.cfg.steps}  {written}  of {len(seeds):,} images, {name}{guided}, in "
+            tqdm.write(f"step {run.step}/{run.cfg.steps}  {written}  of {len(seeds):,} images, {of}, in "
                        f"{seconds:.0f} s")
-        suffix = guided if name == "ema" else f"_{name}{guided}"
-        accelerator.log({f"{metric}{suffix}": value for metric, value in scores.items()}, step=run.step)
+        accelerator.log({f"{metric}_{of}": value for metric, value in scores.items()}, step=run.step)
     for row in rows if accelerator.is_main_process else ():
         files.append_row(results, row)
 

@@ -13,7 +13,7 @@ LIMITS = {"sigma_min": LEVEL, "sigma_max": LEVEL, "rho": (0.1, 100), "S_churn": 
           "S_max": (0, math.inf), "S_noise": (0, 1e6), "shift": (0.01, 100)}
 
 
-def sampler_settings(diffusion: EDM | RF, given: Mapping[str, float | str | None]) -> dict[str, float | str]:
+def sampler_settings(diffusion: EDM | RF, chosen: Mapping[str, float | str | None]) -> dict[str, float | str]:
     """Completes a diffusion's sampler settings; None takes the diffusion's value, as for shift, or the sampler's.
 
     Raises ValueError for a setting or a solver that the sampler lacks, a value outside its range, or noise levels in
@@ -24,36 +24,37 @@ def sampler_settings(diffusion: EDM | RF, given: Mapping[str, float | str | None
         return {name: getattr(diffusion, name, parameters[name].default) for name in parameters
                 if name not in ("net", "noise", "y", "num_steps", "guidance", "randn_like")}
 
-    own, sampler = settings_of(diffusion.sample), f"the sampler of {type(diffusion).__name__}"
-    given = {name: value for name, value in given.items() if value is not None}
+    defaults, sampler = settings_of(diffusion.sample), f"the sampler of {type(diffusion).__name__}"
+    chosen = {name: value for name, value in chosen.items() if value is not None}
     # A solver may be a method with settings of its own, sample_ancestral for instance.
-    solver = getattr(diffusion, f"sample_{given['solver']}", None) if {"solver"} <= own.keys() & given.keys() else None
+    solver = getattr(diffusion, f"sample_{chosen.get('solver')}", None) if "solver" in defaults else None
     if solver is not None:
-        own, sampler = {"solver": None, **settings_of(solver)}, f"{sampler} with solver={given['solver']}"
-    for name, value in given.items():
-        if name not in own:
-            raise ValueError(f"sampler.{name}={value}: {sampler} has no such setting; it has {', '.join(own)}.")
+        defaults, sampler = {"solver": None, **settings_of(solver)}, f"{sampler} with solver={chosen['solver']}"
+    for name, value in chosen.items():
+        if name not in defaults:
+            raise ValueError(f"sampler.{name}={value}: {sampler} has no such setting; it has {', '.join(defaults)}.")
         low, high = LIMITS.get(name, (None, None))
         is_number = isinstance(value, Real) and not isinstance(value, bool)
         if low is not None and (name, value) != ("shift", "size") and not (is_number and low <= value <= high):
             raise ValueError(f"sampler.{name}={value!r}: give a number from {low:g} to {high:g}.")
-    settings = {name: value for name, value in (own | given).items() if value is not None}
+    settings = {name: value for name, value in (defaults | chosen).items() if value is not None}
     for low, high in (("sigma_min", "sigma_max"), ("S_min", "S_max")):
         if low in settings and settings[low] >= settings[high]:
             raise ValueError(f"sampler.{low}={settings[low]} is not below sampler.{high}={settings[high]}.")
-    churn = [f"sampler.{name}={given[name]}" for name in ("S_min", "S_max", "S_noise") if name in given]
-    if churn and "S_churn" not in given:
+    churn = [f"sampler.{name}={chosen[name]}" for name in ("S_min", "S_max", "S_noise") if name in chosen]
+    if churn and "S_churn" not in chosen:
         raise ValueError(f"{' '.join(churn)} would change nothing without churn: also set sampler.S_churn=40.")
     return settings
 
 
 def check_interval(interval: tuple[float, float], diffusion: EDM | RF, sampler: Mapping) -> None:
     """Raises ValueError for an interval of guidance that does not fit the diffusion's noise levels."""
-    given = {} if isinstance(diffusion, RF) else sampler_settings(diffusion, sampler)
-    low, high = ((0, 1) if isinstance(diffusion, RF) else
-                 (given["sigma_min"], given["sigma_max"]) if "sigma_max" in given else
+    is_flow = isinstance(diffusion, RF)
+    settings = {} if is_flow else sampler_settings(diffusion, sampler)
+    low, high = ((0, 1) if is_flow else
+                 (settings["sigma_min"], settings["sigma_max"]) if "sigma_max" in settings else
                  (diffusion.sigmas[0].item(), diffusion.sigmas[-1].item()))
-    looks_like_sigma = isinstance(diffusion, RF) and 1 < interval[1] < math.inf
-    if interval[0] >= interval[1] or interval[1] < low or interval[0] > high or looks_like_sigma:
+    is_sigma = is_flow and 1 < interval[1] < math.inf
+    if interval[0] >= interval[1] or interval[1] < low or interval[0] > high or is_sigma:
         raise ValueError(f"interval={list(interval)} does not fit the sampler's noise levels, from {high:g} to "
                          f"{low:g}. A sigma of EDM is t = sigma / (1 + sigma) of flow matching.")

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import cache
 
 import torch
 from accelerate import PartialState
@@ -28,7 +29,7 @@ class Meter:
 
     def __init__(self, net: DiT):
         self.net, self.passes, self.linear, self.attention = net, 0, 0, 0
-        self.known: dict[tuple[Route, ...], tuple[int, int]] = {}
+        self.cost_of = cache(lambda routes: multiply_adds(net, routes))
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.net, name)
@@ -36,9 +37,7 @@ class Meter:
     def __call__(
         self, x: Tensor, t: Tensor, y: Tensor, routes: tuple[Route, ...] = (), mask_noise: Tensor | None = None,
     ) -> Tensor:
-        if routes not in self.known:
-            self.known[routes] = multiply_adds(self.net, routes)
-        linear, attention = self.known[routes]
+        linear, attention = self.cost_of(routes)
         self.passes += len(x)
         self.linear += len(x) * linear
         self.attention += len(x) * attention

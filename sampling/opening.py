@@ -25,6 +25,7 @@ class Sampling:
     guidance_record: dict | None
     classes: list[int]
     decode: Callable[[Tensor], Tensor]  # latents (B, C, h, w) -> images (B, H, W, 3) uint8, or latents unchanged
+    side: int | None                    # of the images; None for latents
 
 
 def open_sampling(
@@ -53,17 +54,18 @@ def open_sampling(
         state.print(empty)
     classes = parse_classes("classes", cfg.classes, net.num_classes, trained.class_names,
                             trained.classes[:most_classes])
-    decode = finite
+    decode, side = finite, None
     if not as_latents:
         decoder = autoencoders.load_decoder(
             trained.autoencoder, (net.in_channels, net.input_size, net.input_size), trained.convention, state.device,
             DTYPES[cfg.decode_precision], batch_size=cfg.decode_batch_size, trusted=cfg.autoencoder is not None,
         )
+        side = net.input_size * decoder.downsample
 
         def decode(latents: Tensor) -> Tensor:
             return decoder.decode(finite(latents), strict=True)
 
-    return Sampling(trained, sampler, guidance, guidance_record, classes, decode)
+    return Sampling(trained, sampler, guidance, guidance_record, classes, decode, side)
 
 
 def finite(latents: Tensor) -> Tensor:

@@ -90,9 +90,9 @@ class WeightsSettings(Settings):
     input_size: Size | None
     autoencoder: Location | None
 
-    def load(self, found: Checkpoint | None = None, device: torch.device | str = "cpu") -> Trained:
-        """Loads the network that the settings name, or what was found there."""
-        return load_trained(found or self.checkpoint, self.weights, self.diffusion_name, self.autoencoder, device,
+    def load(self, checkpoint: Checkpoint | None = None, device: torch.device | str = "cpu") -> Trained:
+        """Loads the network that the settings name, or the checkpoint at that place."""
+        return load_trained(checkpoint or self.checkpoint, self.weights, self.diffusion_name, self.autoencoder, device,
                             num_heads=self.num_heads, num_classes=self.num_classes, input_size=self.input_size)
 
 
@@ -130,7 +130,7 @@ def check_guided(settings: Guided, cli_overrides: Mapping[str, str]) -> Guided:
 
 def build_guidance(
     settings: GuidanceSettings, trained: Trained, device: torch.device | str = "cpu",
-    weak_checkpoint: Checkpoint | None = None,  # the one that `weak` names; None: found here
+    weak_checkpoint: Checkpoint | None = None,  # the one that `weak` names; None: opened here
 ) -> tuple[Guidance | None, dict | None]:
     """Builds guidance and its record from its settings, loading a weak network; None, None where `scale` is None.
 
@@ -174,18 +174,18 @@ def build_guidance(
     return guidance, {**guidance.record(), "weak": source}
 
 
-def parse_range(key: str, given: str | int | Iterable[int] | None, most: float = math.inf) -> list[int]:
+def parse_range(key: str, text: str | int | Iterable[int] | None, most: float = math.inf) -> list[int]:
     """Reads `5`, `0-63`, `"0-9,20"` or a list of them as a list of ints, of `most` or less.
 
     Raises ValueError for anything else.
     """
-    parts = str(given).split(",") if isinstance(given, str | int | None) else [str(part) for part in given]
+    parts = str(text).split(",") if isinstance(text, str | int | None) else [str(part) for part in text]
     chosen: list[int] = []
     for part in parts:
         first, dash, last = part.strip().partition("-")
-        numbers = [int(text) for text in (first, last if dash else first) if text.isascii() and text.isdigit()]
+        numbers = [int(digits) for digits in (first, last if dash else first) if digits.isascii() and digits.isdigit()]
         if len(numbers) < 2 or numbers[0] > numbers[1]:
-            raise ValueError(f"{key}={given or 'null'} is not understood at {part!r}: write {key}=7, {key}=0-63 or "
+            raise ValueError(f"{key}={text or 'null'} is not understood at {part!r}: write {key}=7, {key}=0-63 or "
                              f"{key}=[1,5,9].")
         if numbers[1] > most:
             raise ValueError(f"{key}={numbers[1]} is too large: 2^63 - 1 = {most} is the largest.")
@@ -193,35 +193,35 @@ def parse_range(key: str, given: str | int | Iterable[int] | None, most: float =
     return chosen
 
 
-def parse_seeds(key: str, given: str | int | Iterable[int] | None) -> list[int]:
+def parse_seeds(key: str, text: str | int | Iterable[int] | None) -> list[int]:
     """Reads seeds as `parse_range` does, each once: one seed is one image. Raises ValueError also for one too large."""
-    return list(dict.fromkeys(parse_range(key, given, MOST_SEED)))
+    return list(dict.fromkeys(parse_range(key, text, MOST_SEED)))
 
 
 def parse_classes(
-    key: str, given: str | int | Iterable | None, num_classes: int, class_names: list[str] | None, present: list[int],
+    key: str, text: str | int | Iterable | None, num_classes: int, class_names: list[str] | None, present: list[int],
 ) -> list[int]:
     """Reads class names, indices, and ranges of indices or of numeric names; None means the `present` classes.
 
     Raises ValueError for a class that does not exist.
     """
-    if given is None:
+    if text is None:
         return present
-    index = {name: i for i, name in enumerate(class_names or [])}
+    index_of = {name: i for i, name in enumerate(class_names or [])}
     # If all names are numbers, a number is a name, also in a range; 7 also means class 007.
-    known = {int(name): i for name, i in index.items() if name.isascii() and name.isdigit()}
-    if len(known) < max(1, len(index)):
-        known = {i: i for i in range(num_classes)}
-    parts = [str(given)] if str(given) in index or isinstance(given, int) else given
+    numbered = {int(name): i for name, i in index_of.items() if name.isascii() and name.isdigit()}
+    if len(numbered) < max(1, len(index_of)):
+        numbered = {i: i for i in range(num_classes)}
+    parts = [str(text)] if str(text) in index_of or isinstance(text, int) else text
     parts = parts.split(",") if isinstance(parts, str) else [str(part) for part in parts]
     labels = []
     for part in (part.strip() for part in parts):
-        asked = [part] if part in index or not part[:1].isdigit() else parse_range(key, part)
-        if lacking := [one for one in asked if one not in index and one not in known]:
-            names = f", {', '.join(list(index)[:10])}{' …' if len(index) > 10 else ''}" if index else ""
-            raise ValueError(f"{key}={given} asks for class {lacking[0]}, which is none of the {num_classes}: write "
-                             f"indices from 0, as in {key}=[0,5] or {key}=0-9, or names{names}.")
-        labels += [index[one] if one in index else known[one] for one in asked]
+        names = [part] if part in index_of or not part[:1].isdigit() else parse_range(key, part)
+        if unknown := [name for name in names if name not in index_of and name not in numbered]:
+            first = f", {', '.join(list(index_of)[:10])}{' …' if len(index_of) > 10 else ''}" if index_of else ""
+            raise ValueError(f"{key}={text} asks for class {unknown[0]}, which is none of the {num_classes}: write "
+                             f"indices from 0, as in {key}=[0,5] or {key}=0-9, or names{first}.")
+        labels += [index_of[name] if name in index_of else numbered[name] for name in names]
     return labels
 
 

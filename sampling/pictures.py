@@ -123,11 +123,11 @@ def check_folder(folder: Path, name: str, overwrite: bool) -> list[Path]:
         if not looks_like_image(file.relative_to(folder).as_posix()):
             continue
         named = file.parent == folder and re.fullmatch(r"\d{6,}_\d+\.png", file.name)
-        drawn = read_sampling_record(file) if named else None
-        if drawn and drawn.get("set") == name:
+        record = read_sampling_record(file) if named else None
+        if record and record.get("set") == name:
             continue
-        if not (drawn and overwrite):
-            whose, remedy = (("of another set", ", or clear it with overwrite=true") if drawn else
+        if not (record and overwrite):
+            whose, remedy = (("of another set", ", or clear it with overwrite=true") if record else
                              ("that were not made by this code", ""))
             raise ValueError(f"out={folder} holds pictures {whose}, such as {file.name}: name another folder{remedy}.")
         earlier.append(file)

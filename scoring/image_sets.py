@@ -1,18 +1,18 @@
 """Images to score, stored or sampled, and the record of what they are.
 
-Stored images come from a folder, a zip, an npz or an npy, or are decoded from latents.
+Stored images come from a folder, a zip, tars, parquet files, an npz or an npy, or are decoded from latents.
 """
 
 import hashlib
 import math
 import os
+import posixpath
 import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,7 @@ from tqdm import tqdm
 from dit import DiT
 from edm import EDM
 from guidance import Guidance
-from latents.decoding import REMARKS, UnreadableImage, open_image, remark_on
+from latents.decoding import UnreadableImage, open_image
 from latents.folder import open_latents
 from latents.images import open_source
 from rf import RF
@@ -41,14 +41,13 @@ Indexed = Iterator[tuple[Tensor, Tensor]]  # indices (B,) int64, -1 for a copy; 
 
 
 @dataclass
-class Images:
+class StoredImages:
     """Images of one size, and the record of what they are."""
 
     count: int
     read: Callable[[np.ndarray], Tensor]    # indices (B,) -> uint8 (B, H, W, 3)
     record: dict
     shuffled: np.ndarray | None = None      # all indices in a fixed shuffled order; None: they are scored as stored
-    neighbours: int | None = None           # of a reference: how many precision and recall use; None: all
 
     def choose(self, num: int) -> np.ndarray:
         """Picks `num` indices, evenly spread, in the order in which they are scored.
@@ -64,9 +63,9 @@ class ImageSet:
     """Images to score, sampled or stored."""
 
     count: int
-    record: dict                            # what they are; sampling adds their size
-    rule: str                               # how pixels were rounded to uint8
-    read: Callable[[np.ndarray], Indexed]   # missing indices, of all ranks -> this rank's images
+    record: dict        # what they are; sampling adds their size
+    rule: str           # how pixels were rounded to uint8
+    batches: Indexed    # this rank's share; over all ranks each of 0 … count - 1 once, and copies, which are -1
 
 
 def evenly(count: int, num: int) -> np.ndarray:
@@ -77,6 +76,9 @@ def evenly(count: int, num: int) -> np.ndarray:
     return np.arange(num) * count // num
 
 
+# ---- stored ---------------------------------------------------------------------------------------------------------
+
+
 def open_images(
     state: PartialState,
     key: str,                               # the setting that names the path, for messages
@@ -84,15 +86,14 @@ def open_images(
     resolution: int | None = None,
     autoencoder: str | None = None,         # decodes latents; None: the one in their folder's record
     decode_batch_size: int | None = None,
-) -> Images:
-    """Opens a folder or zip of images, an npz with `arr_0`, an npy, or latents; only the first two are scaled.
+) -> StoredImages:
+    """Opens a folder or archive of images, an npz with `arr_0`, an npy, or latents; only the first two are scaled.
 
     Raises ValueError for what cannot be scored, and for fewer than two images, which have no covariance.
     """
-    file = Path(path)
     if are_files(path):
         images = open_files(state, key, path, resolution)
-    elif file.suffix in ARRAYS:
+    elif Path(path).suffix in ARRAYS:
         images = open_array(key, path)
     else:
         images = open_decoded(path, state.device, autoencoder, decode_batch_size)
@@ -102,13 +103,15 @@ def open_images(
 
 
 def are_files(path: str) -> bool:
-    """True if a path is a folder or zip of images, which can be scaled when they are read."""
+    """True if a path is a folder or archive of images, which can be scaled when they are read."""
     return Path(path).suffix not in ARRAYS and not (Path(path) / "metadata.json").is_file()
 
 
-def open_array(key: str, path: str) -> Images:
+def open_array(key: str, path: str) -> StoredImages:
     """Opens the images of an npy, or under arr_0 of an npz; each is read when it is needed."""
     kind = Path(path).suffix
+    if not Path(path).exists():
+        raise ValueError(f"{key}={path} does not exist: name one file. A pattern may only name tars or parquet files.")
     files.refuse_pointer(Path(path))
     try:
         # Both remain open, as `read` uses them.
@@ -120,16 +123,14 @@ def open_array(key: str, path: str) -> Images:
         if not dtype.hasobject and stored < first + math.prod(shape):
             raise EOFError("it ends early")
     except KeyError as error:
-        held = ", ".join(zipfile.ZipFile(path).namelist())
-        raise ValueError(f"{key}={path} holds {held or 'nothing'}, but no images: they are uint8 (N, H, W, 3) under "
-                         f"arr_0.") from error
+        raise ValueError(f"{key}={path} holds {', '.join(archive.namelist()) or 'nothing'}, but no images: they are "
+                         f"uint8 (N, H, W, 3) under arr_0.") from error
     except (*files.NPY_ERRORS, zipfile.BadZipFile, zlib.error, NotImplementedError, EOFError) as error:
         raise ValueError(f"{key}={path} is not a complete {kind[1:]} of images ({error}).") from error
-    if dtype.hasobject:
-        raise ValueError(f"{key}={path} holds Python objects as a pickle, which can run code and is never loaded: save "
-                         f"images as uint8 (N, H, W, 3), or statistics as mu and sigma in an .npz.")
     if dtype != np.uint8 or fortran or len(shape) != 4 or shape[3] != 3 or min(shape) < 1:
-        raise ValueError(f"{key}={path}: the array is {dtype} {shape}; images are uint8 (N, H, W, 3) in C order.")
+        what = ("Python objects as a pickle, which can run code and is never loaded" if dtype.hasobject else
+                f"an array of {dtype} {shape}")
+        raise ValueError(f"{key}={path} holds {what}: save images as uint8 (N, H, W, 3) in C order.")
 
     def read(indices: np.ndarray) -> Tensor:
         pixels = bytearray()
@@ -142,12 +143,12 @@ def open_array(key: str, path: str) -> Images:
             raise ValueError(f"{key}={path} is damaged before image {indices[-1] + 1} ({error}).") from error
 
     record = {"path": str(path), "sha256": files.sha256(Path(path)), "size": list(shape[1:3]), "order": "as stored"}
-    return Images(shape[0], read, record)
+    return StoredImages(shape[0], read, record)
 
 
 def open_decoded(
     path: str, device: torch.device, autoencoder: str | None = None, decode_batch_size: int | None = None,
-) -> Images:
+) -> StoredImages:
     """Opens a latent folder as images that its autoencoder decodes; moments are decoded at their means."""
     latents = open_latents(path)
     decoder = autoencoders.load_decoder(autoencoder or latents.autoencoder, latents.shape, latents.convention, device,
@@ -160,40 +161,36 @@ def open_decoded(
     side = [length * decoder.downsample for length in latents.shape[1:]]
     record = {"path": str(path), "fingerprint": latents.fingerprint, "size": side, "autoencoder": decoder.name,
               "order": "shuffled by numpy's RandomState(0)"}
-    return Images(latents.count, read, record, np.random.RandomState(0).permutation(latents.count))
+    return StoredImages(latents.count, read, record, np.random.RandomState(0).permutation(latents.count))
 
 
-def open_files(state: PartialState, key: str, path: str, resolution: int | None) -> Images:
-    """Opens a folder or zip of images, which are scored in the order of their hashes, whatever their names are.
+def open_files(state: PartialState, key: str, path: str, resolution: int | None) -> StoredImages:
+    """Opens a folder or archive of images, which are scored in the order of their hashes, whatever their names are.
 
-    All hashes and sizes must be known before the first image is scored, so ranks share the reading.
+    All hashes and sizes must be known before the first image is scored, so ranks share the reading. Raises ValueError
+    for files that are no images, one name in two formats, and images of several sizes without a resolution.
     """
-    source = open_source(path, labels="none")
+    source = open_source(path, labels="none", key=key)
+    refuse_twins(f"{key}={path}", source.names)
     pool = ThreadPoolExecutor(8)
 
-    def look(index: int) -> tuple[int, bytes, tuple[int, int], str | None, str | None]:
+    def look(index: int) -> tuple[int, bytes, tuple[int, int], str | None]:
         try:
             data = source.read(index)
             with open_image(data) as image:  # the header only
-                return index, hashlib.sha256(data).digest(), image.size, remark_on(image), None
+                return index, hashlib.sha256(data).digest(), image.size, None
         except (UnreadableImage, OSError) as error:
-            return index, b"", (0, 0), None, f"{source.names[index]} ({error})"
+            return index, b"", (0, 0), f"{source.names[index]} ({error})"
 
-    mine = range(state.process_index, len(source), state.num_processes)
-    found = []
+    mine, looked = range(state.process_index, len(source), state.num_processes), []
     for start in tqdm(range(0, len(mine), 256), desc="looking at files", unit=" × 256 img", delay=2, leave=False,
                       disable=not state.is_main_process or None):
-        found += pool.map(look, mine[start : start + 256])
-    found = sorted(gather_object(found))
-    digests, sizes = [digest for _, digest, *_ in found], Counter(size for _, _, size, *_ in found)
-    for remark in REMARKS:
-        names = [source.names[index] for index, *_, of, _ in found if of == remark]
-        if names and state.is_main_process:
-            print(f"{key}={path}: {len(names):,} of {len(found):,} images: the file {remark}: {', '.join(names[:5])}")
-    if broken := [why for *_, why in found if why]:
+        looked += pool.map(look, mine[start : start + 256])
+    _, digests, sizes, failures = zip(*sorted(gather_object(looked)), strict=True)
+    if broken := [why for why in failures if why]:
         raise ValueError(f"{key}={path}: {len(broken)} of {len(source)} files cannot be read as images, first "
                          f"{broken[0]}: replace them.")
-    copies = len(digests) - len({*digests})
+    copies, sizes = len(digests) - len({*digests}), Counter(sizes)
     if copies > len(digests) // 100 and state.is_main_process:
         print(f"{key}={path}: {copies:,} of {len(digests):,} files are copies of others, as if seeds were used twice.")
     if len(sizes) > 1 and resolution is None:
@@ -213,10 +210,18 @@ def open_files(state: PartialState, key: str, path: str, resolution: int | None)
     size = [resolution] * 2 if resolution else list(next(iter(sizes))[::-1])
     record = {"path": str(path), "sha256": hashlib.sha256(b"".join(digests)).hexdigest(), "size": size,
               "order": "shuffled by the files' SHA-256, copies apart"}
-    return Images(len(source), read, record, shuffled(digests))
+    return StoredImages(len(source), read, record, shuffled(digests))
 
 
-def shuffled(digests: list[bytes]) -> np.ndarray:
+def refuse_twins(where: str, names: list[str]) -> None:
+    """Raises ValueError where two files differ only in their suffix, as one image saved in two formats does."""
+    first: dict[str, str] = {}
+    for name in names:
+        if (twin := first.setdefault(posixpath.splitext(name)[0], name)) != name:
+            raise ValueError(f"{where} holds {twin} and {name}, which would count twice: keep one format.")
+
+
+def shuffled(digests: tuple[bytes, ...]) -> np.ndarray:
     """Orders files (n,) by a hash of their content and the number of earlier copies, which spreads copies."""
     copies, keys = Counter(), []
     for digest in digests:
@@ -225,13 +230,11 @@ def shuffled(digests: list[bytes]) -> np.ndarray:
     return np.array(sorted(range(len(keys)), key=keys.__getitem__))
 
 
-def read_share(
-    state: PartialState, images: Images, chosen: np.ndarray, todo: np.ndarray, batch_size: int,
-) -> Indexed:
-    """Reads this rank's share of images `chosen[todo]`, batch by batch, with their places in `chosen`."""
-    for start in range(state.process_index * batch_size, len(todo), batch_size * state.num_processes):
-        indices = todo[start : start + batch_size]
-        yield torch.from_numpy(indices), images.read(chosen[indices])
+def read_share(state: PartialState, images: StoredImages, chosen: np.ndarray, batch_size: int) -> Indexed:
+    """Reads this rank's share of the `chosen` images, batch by batch, with their places in `chosen`."""
+    for start in range(state.process_index * batch_size, len(chosen), batch_size * state.num_processes):
+        indices = chosen[start : start + batch_size]
+        yield torch.arange(start, start + len(indices)), images.read(indices)
 
 
 # ---- sampled --------------------------------------------------------------------------------------------------------
@@ -253,52 +256,40 @@ def describe_weights(
             "autoencoder_sha256": files.sha256(vae) if vae.is_file() else None, "decode_precision": decode_precision}
 
 
-class SampledImages(ImageSet):
-    """Images that a network samples from `seeds`, and the record that a result needs to be compared.
+def sampled_images(
+    state: PartialState,
+    net: DiT,
+    diffusion: EDM | RF,
+    decode: Callable[[Tensor], Tensor],     # latents (B, C, h, w) -> images (B, H, W, 3) uint8
+    seeds: list[int],                       # of all ranks; each is one image
+    labels: list[int],                      # one a seed
+    *,
+    batch_size: int,                        # images a rank samples at once
+    num_steps: int,
+    guidance: Guidance | None = None,
+    precision: str = "fp32",                # of the network, under autocast
+    sampler: dict | None = None,            # settings of `diffusion.sample`; None: its own
+    outline: DiT | None = None,             # a network of the same shapes to count costs on; None: `net`
+    weights: dict | None = None,            # the record that `describe_weights` makes
+    guidance_record: dict | None = None,    # None: guidance's own record
+) -> ImageSet:
+    """Returns images that a network samples from `seeds`, and the record that a result needs to be compared."""
+    sampler = sampler_settings(diffusion, sampler or {})
+    passes, linear, attention = sampling_cost(outline or net, diffusion, num_steps, guidance, **sampler)
+    finite = {key: str(value) if value == math.inf else value for key, value in sampler.items()}  # JSON has no infinity
+    record = {
+        **(weights or {}), "diffusion": type(diffusion).__name__, "sampler": {"solver": "heun", **finite},
+        "num_steps": num_steps, "guidance": guidance_record or (guidance and guidance.record()),
+        "precision": precision, "size": None, "seeds": f"{seeds[0]}-{seeds[-1]}",
+        "labels": BALANCED, "order": "of the seeds", "sampling_version": SAMPLING_VERSION,
+        "evaluations": passes, "multiply_adds": {"linear": linear, "attention": attention},  # per image
+    }
+    index_of = dict(zip(seeds, range(len(seeds)), strict=True)) | {-1: -1}  # a copy has seed -1
 
-    The record gets the images' size once the first are sampled.
-    """
+    def batches() -> Indexed:
+        for sampled, _, images in generate(state, net, diffusion, decode, seeds, labels, batch_size=batch_size,
+                                           num_steps=num_steps, guidance=guidance, precision=precision, **sampler):
+            record["size"] = list(images.shape[1:3])
+            yield torch.tensor([index_of[seed] for seed in sampled.tolist()]), images
 
-    def __init__(
-        self,
-        state: PartialState,
-        net: DiT,
-        diffusion: EDM | RF,
-        decode: Callable[[Tensor], Tensor],     # latents (B, C, h, w) -> images (B, H, W, 3) uint8
-        seeds: list[int],                       # of all ranks; each is one image
-        labels: list[int],                      # one a seed
-        *,
-        batch_size: int,                        # images a rank samples at once
-        num_steps: int,
-        guidance: Guidance | None = None,
-        precision: str = "fp32",                # of the network, under autocast
-        sampler: dict | None = None,            # settings of `diffusion.sample`; None: its own
-        outline: DiT | None = None,             # a network of the same shapes to count costs on; None: `net`
-        weights: dict | None = None,            # the record that `describe_weights` makes
-        guidance_record: dict | None = None,    # None: guidance's own record
-    ):
-        self.seeds, self.labels = seeds, labels
-        sampler = sampler_settings(diffusion, sampler or {})
-        self.generate = partial(generate, state, net, diffusion, decode, batch_size=batch_size, num_steps=num_steps,
-                                guidance=guidance, precision=precision, **sampler)
-        passes, linear, attention = sampling_cost(outline or net, diffusion, num_steps, guidance, **sampler)
-        # JSON has no infinity.
-        finite = {key: str(value) if value == math.inf else value for key, value in sampler.items()}
-        record = {
-            **(weights or {}), "diffusion": type(diffusion).__name__, "sampler": {"solver": "heun", **finite},
-            "num_steps": num_steps, "guidance": guidance_record or (guidance and guidance.record()),
-            "precision": precision,
-            "size": None, "seeds": f"{seeds[0]}-{seeds[-1]}",
-            "labels": BALANCED, "order": "of the seeds",
-            "sampling_version": SAMPLING_VERSION,  # the rest is per image:
-            "evaluations": passes, "multiply_adds": {"linear": linear, "attention": attention},
-        }
-        super().__init__(len(seeds), record, SAMPLED_RULE, self.sample)
-
-    def sample(self, todo: np.ndarray) -> Indexed:
-        """Samples this rank's share of the images at the indices `todo`, which are those of all ranks."""
-        seeds, labels = ([values[index] for index in todo] for values in (self.seeds, self.labels))
-        place = dict(zip(seeds, todo.tolist(), strict=True)) | {-1: -1}  # a copy has seed -1
-        for sampled, _, images in self.generate(seeds, labels):
-            self.record["size"] = list(images.shape[1:3])
-            yield torch.tensor([place[seed] for seed in sampled.tolist()]), images
+    return ImageSet(len(seeds), record, SAMPLED_RULE, batches())

@@ -1,4 +1,4 @@
-"""Features -> statistics -> scores: FID, sFID, Inception Score, precision, recall as ADM has them, and KID and MIND.
+"""Features -> statistics -> scores: FID, sFID, Inception Score, precision and recall, as ADM has them.
 
 This is only mathematics on tensors. If several processes share the work, the caller passes a function that sums.
 """
@@ -97,8 +97,8 @@ def frechet_distance(mu1, sigma1, mu2, sigma2) -> float:
     Means (D,) and covariances (D, D) are tensors or arrays. With sigma1 = A Aᵀ and sigma2 = B Bᵀ the trace of the root
     is the sum of the singular values of Aᵀ B, which is real for any rank, as for fewer images than dimensions.
     """
-    given = (mu1, sigma1, mu2, sigma2)
-    mu1, sigma1, mu2, sigma2 = (torch.as_tensor(value, dtype=torch.float64).cpu() for value in given)
+    mu1, sigma1, mu2, sigma2 = (torch.as_tensor(value, dtype=torch.float64).cpu()
+                                for value in (mu1, sigma1, mu2, sigma2))
     root = sum_of_singular_values(square_root(sigma1).T @ square_root(sigma2))
     return ((mu1 - mu2).square().sum() + sigma1.trace() + sigma2.trace() - 2 * root).item()
 

@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
-from test_published_parity import Pointwise, names, published, wave
+from test_published_parity import names, published
 from torch import nn
 
 from dit import DiT
 from guidance import Guidance, mask_noise_from
-from rf import RF, CleanRF, sample_tread
+from rf import RF, sample_tread
 from routing_module import Route
 from sampling.checks import sampler_settings
 
@@ -140,47 +140,6 @@ def test_an_unknown_solver_raises_a_one_line_error():
         RF().sample(ExactVelocity(0.5), torch.randn(1, 1, 2, 2), labels(1), solver="rk4")
 
 
-# ---- contrastive flow matching ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("case", RECIPES["contrastive"], ids=names(RECIPES["contrastive"]))
-def test_the_contrastive_loss_equals_deltafms_and_sr_dits(case):
-    x, eps = wave(case["shape"], amplitude=0.7), wave(case["shape"], 1, 1.4)
-    t, y = torch.tensor(case["t"]), torch.tensor(case["y"])
-    plain, contrastive = (RF(contrastive_weight=weight).loss(Pointwise(), x, y, t=t, eps=eps)
-                          for weight in (0, case["weight"]))
-    assert plain.tolist() == pytest.approx(case["flow"], abs=1e-5)
-    assert contrastive.tolist() == pytest.approx(case["loss"], abs=1e-5)
-    if case["weight"] == 0.05:
-        assert contrastive.mean().item() == pytest.approx(RECIPES["sr_dit_mean"], abs=1e-5)
-
-
-@pytest.mark.parametrize("t", [0.2, 0.7])
-def test_the_optimum_of_the_contrastive_loss_is_the_velocity_away_from_the_mean_of_all_classes(t):
-    torch.manual_seed(0)
-    n, std, weight, means = 200_000, 0.5, 0.5, torch.tensor([1.5, -0.5])
-    exact, y = ExactVelocity(std, means=means.tolist()), torch.randint(2, (n,))
-    x, eps, mean_u = means[y].view(-1, 1, 1, 1) + std * torch.randn(n, 1, 1, 1), torch.randn(n, 1, 1, 1), -means.mean()
-
-    class Optimum(nn.Module):
-        """(E[u | z] - weight · E[u]) / (1 - weight), and something beside it."""
-
-        def __init__(self):
-            super().__init__()
-            self.beside = nn.Parameter(torch.zeros(3))
-
-        def forward(self, z, t, y, routes=()):
-            v = (exact(z, t, y) - weight * mean_u) / (1 - weight)
-            return v + self.beside[0] + self.beside[1] * z + self.beside[2] * y.view(-1, 1, 1, 1)
-
-    def slopes(contrastive_weight):
-        net = Optimum()
-        loss = RF(contrastive_weight=contrastive_weight).loss(net, x, y, t=torch.full((n,), t), eps=eps)
-        return torch.autograd.grad(loss.mean(), net.beside)[0].abs()
-
-    assert slopes(weight).max() < 0.02 and slopes(0.0).max() > 0.2
-
-
 # ---- shifted times ---------------------------------------------------------------------------------------------------
 
 
@@ -211,33 +170,3 @@ def test_a_samplers_steps_follow_the_shift_of_training_unless_they_are_given_ano
     assert (recorded, none) == (3.0, None) and not torch.equal(followed, plain)
     assert torch.equal(drawn(RF(), shift=3.0)[0], followed) and torch.equal(drawn(RF(shift=3.0), shift=1.0)[0], plain)
     assert torch.equal(drawn(RF(shift="size"))[0], drawn(RF(shift=(16 / 4096) ** 0.5))[0])
-
-
-# ---- the clean latent predicted --------------------------------------------------------------------------------------
-
-
-class ExactClean(ExactVelocity):
-    """E[x | z_t] of the same data."""
-
-    def forward(self, z, t, y, routes=()):
-        return z - t.view(-1, 1, 1, 1) * super().forward(z, t, y)
-
-
-def test_a_network_that_predicts_the_clean_latent_has_the_loss_of_its_velocity_and_below_a_twentieth_a_bounded_one():
-    x, eps, t = torch.randn(64, 1, 2, 2), torch.randn(64, 1, 2, 2), torch.linspace(0.004, 1, 64)
-    velocity, clean = (loss.loss(net(0.5), x, labels(64), t=t, eps=eps)
-                       for loss, net in ((RF(), ExactVelocity), (CleanRF(), ExactClean)))
-    high = t >= 0.05
-    torch.testing.assert_close(clean[high], velocity[high])
-    torch.testing.assert_close(clean[~high], velocity[~high] * (t[~high] / 0.05).square())
-    point = torch.full_like(x, 0.7)
-    assert CleanRF().loss(ExactClean(0.0, means=(0.7,)), point, labels(64), t=t,
-                          eps=eps).max() < 1e-6, "what is sought is bounded likewise"
-
-
-@pytest.mark.parametrize("solver", ["euler", "heun"])
-def test_a_network_that_predicts_the_clean_latent_samples_what_its_velocity_samples(solver):
-    net, clean = (net(0.5, means=(0.7,)) for net in (ExactVelocity, ExactClean))
-    x, other = (loss.sample(one, LINE, labels(9), num_steps=20, solver=solver)
-                for loss, one in ((RF(), net), (CleanRF(), clean)))
-    torch.testing.assert_close(other, x, rtol=0, atol=1e-5)  # the least noise level is a twentieth

@@ -30,13 +30,12 @@ from runtime import files
 from sampling.generate import SAMPLING_VERSION
 from sampling.options import labels_of
 from scoring import features, image_sets, metrics
-from scoring.image_sets import SampledImages
-from scoring.score import Reference
-from scoring.statistics import SCORING_VERSION
+from scoring.image_sets import sampled_images
+from scoring.score import SCORING_VERSION, Reference
 from weights import checkpoint as checkpoints
 
 FILE = Path(__file__).with_name("versions.json")
-HOMES = {"sampling": "sampling/generate.py", "scoring": "scoring/statistics.py"}
+HOMES = {"sampling": "sampling/generate.py", "scoring": "scoring/score.py"}
 ROUTE = Route(1, 1, 0.5)
 SEEDS = [3, 100_000, 100_007]
 # Each with the network's keywords, the diffusion, the sampler's settings, and the guidance, or its keywords.
@@ -70,9 +69,9 @@ def sampled_numbers(name: str) -> list[float]:
     if isinstance(guidance, dict):
         guidance = Guidance(**guidance, net2=fill(DiT(**TINY | {"depth": 2})))
     decode = pixels_to_images if name == "images" else (lambda latents: latents)
-    sampled = SampledImages(one_rank(), net, diffusion, decode, SEEDS, labels_of(SEEDS, [*range(10)]), batch_size=2,
-                            num_steps=4, guidance=guidance, sampler=sampler)
-    found = {int(i): checksum(image) for indices, images in sampled.sample(np.arange(3))
+    sampled = sampled_images(one_rank(), net, diffusion, decode, SEEDS, labels_of(SEEDS, [*range(10)]), batch_size=2,
+                             num_steps=4, guidance=guidance, sampler=sampler)
+    found = {int(i): checksum(image) for indices, images in sampled.batches
              for i, image in zip(indices, images, strict=True)}
     return [found[i] for i in range(3)]
 
@@ -99,22 +98,22 @@ def inception_score_of_a_folder() -> float:
             place.parent.mkdir(exist_ok=True)
             Image.fromarray(picture).save(place)
         images, extractor = image_sets.open_images(one_rank(), "images", folder), in_full()
-        reference = Reference({}, image_sets.Images(40, lambda indices: pictures(40, 0)[indices], {}), {})
-        batches = image_sets.read_share(one_rank(), images, images.choose(60), np.arange(60), 20)
+        reference = Reference({}, image_sets.StoredImages(40, lambda indices: pictures(40, 0)[indices], {}), {})
+        batches = image_sets.read_share(one_rank(), images, images.choose(60), 20)
         return score_with(extractor, reference, batches, 60, ["inception_score", "fid"])["inception_score"]
 
 
 def scored() -> dict[str, float]:
     """Scores 60 images against 40 others, and more parts by themselves."""
     found = {}
-    for extractor, asked in ((in_full(), None), (features.load_extractor("pixels"), ["fd_pixels"])):
-        reference = Reference({}, image_sets.Images(40, lambda indices: pictures(40, 0)[indices], {}), {})
+    for extractor, asked in ((in_full(), None), (features.load_extractor(one_rank(), "pixels"), ["fd_pixels"])):
+        reference = Reference({}, image_sets.StoredImages(40, lambda indices: pictures(40, 0)[indices], {}), {})
         batches = ((torch.arange(first, first + 20), pictures(60, 1)[first : first + 20]) for first in (0, 20, 40))
         found |= {f"{extractor.name} {metric}": value
                   for metric, value in score_with(extractor, reference, batches, 60, asked).items()}
     splits = metrics.ScoreSums(6000, 4)
     splits.add(torch.arange(6000), (wave((6000, 4), 2, 3) * torch.linspace(0, 2, 6000)[:, None]).softmax(1))
-    ordered = image_sets.Images(1000, None, {}, np.arange(1000)[::-1])
+    ordered = image_sets.StoredImages(1000, None, {}, np.arange(1000)[::-1])
     cropped = center_crop(Image.fromarray(wave((50, 70, 3), 3, 127).add(128).to(torch.uint8).numpy()), 16)
     return found | {
         "inception score of two splits": splits.score(),

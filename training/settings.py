@@ -121,6 +121,7 @@ class SamplesSettings(Settings):
 class EvaluateSettings(Settings):
     every: NonNegativeInt
     reference: Location | None
+    reference_size: Size | None
     features: Features
     features_weights: Location | None
     sha256: str | None

@@ -37,76 +37,58 @@ def run(tmp_path_factory):
     return folder
 
 
+def sample(run, out, *options, num_steps=1) -> None:
+    run_command(main, "sample.py", "cpu=true", f"num_steps={num_steps}", f"checkpoint={run}",
+                *([f"out={out}"] if out else []), *options)
+
+
 def draw(trained, seeds, labels, batch_size, **options):
     batches = generate(one_rank(), trained.net, trained.diffusion, lambda x: x, seeds, labels, batch_size=batch_size,
                        num_steps=4, **options)
-    drawn = [(seed, image) for s, _, images in batches
-             for seed, image in zip(s.tolist(), images, strict=True) if seed >= 0]
-    assert [seed for seed, _ in drawn] == seeds
-    return torch.stack([image for _, image in drawn])
+    images = {seed: image for sampled, _, images in batches
+              for seed, image in zip(sampled.tolist(), images, strict=True) if seed >= 0}
+    assert [*images] == seeds
+    return torch.stack([*images.values()])
 
 
 @pytest.mark.parametrize("options", [{}, {"S_churn": 10}])
-def test_an_image_does_not_depend_on_its_batch(run, options):
-    trained, seeds = load_trained(run), list(range(10, 17))
+def test_an_image_depends_neither_on_its_batch_nor_on_torchs_generator(run, options):
+    trained, seeds, state = load_trained(run), list(range(10, 17)), torch.get_rng_state()
     labels = labels_of(seeds, [0, 1, 2])
-    whole = draw(trained, seeds, labels, 7, **options)
-    assert torch.allclose(whole, draw(trained, seeds, labels, 3, **options), atol=1e-4)
-    assert torch.allclose(whole[2:4], draw(trained, seeds[2:4], labels[2:4], 1, **options), atol=1e-4)
-    assert (whole[0] - whole[3]).abs().max() > 0.1  # the same class, another seed
+    images = draw(trained, seeds, labels, 7, **options)
+    assert torch.allclose(images, draw(trained, seeds, labels, 3, **options), atol=1e-4)
+    assert torch.allclose(images[2:4], draw(trained, seeds[2:4], labels[2:4], 1, **options), atol=1e-4)
+    assert (images[0] - images[3]).abs().max() > 0.1  # the same class, another seed
+    bf16 = draw(trained, seeds, labels, 7, precision="bf16", **options)
+    assert 1e-4 < (images - bf16).abs().mean() / images.std() < 0.02
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_grids_of_other_settings_lie_side_by_side_and_none_replaces_a_picture_of_others(run, tmp_path):
     run = shutil.copytree(run, tmp_path / "run")
-    drawn = []
-    for changed in ([], ["scale=1.5"], ["seeds=4-7"], ["classes=[ant,cat]"], ["precision=bf16"], ["batch_size=1"],
-                    ["weights=model"]):
-        run_command(main, "sample.py", f"checkpoint={run}", "num_steps=1", "cpu=true", "seeds=0-3", *changed)
-        drawn.append({path.name for path in (run / "samples").iterdir()})
-    assert [len(names) for names in drawn] == [1, 2, 3, 4, 5, 5, 6]
-    names = [{*after} - {*before} for before, after in zip([set(), *drawn], drawn, strict=False)]
-    step = "step-00000002-ema"
-    assert names == [{f"{step}-num_steps1-seeds0-3.png"}, {f"{step}-scale1.5-num_steps1-seeds0-3.png"},
-                     {f"{step}-num_steps1-seeds4-7.png"},
-                     {f"{step}-classesant+cat-num_steps1-seeds0-3.png"},
-                     {f"{step}-num_steps1-precisionbf16-seeds0-3.png"}, set(),
-                     {"step-00000002-model-num_steps1-seeds0-3.png"}]
+    names = set()
+    for options, new in (
+            ([], "ema-num_steps1-seeds0-3"), (["scale=1.5"], "ema-scale1.5-num_steps1-seeds0-3"),
+            (["seeds=4-7"], "ema-num_steps1-seeds4-7"), (["classes=[ant,cat]"], "ema-classesant+cat-num_steps1-seeds0-3"),
+            (["precision=bf16"], "ema-num_steps1-precisionbf16-seeds0-3"), (["batch_size=1"], None),
+            (["weights=model"], "model-num_steps1-seeds0-3")):
+        sample(run, None, *options, *([] if "seeds=4-7" in options else ["seeds=0-3"]))
+        names |= {f"step-00000002-{new}.png"} if new else set()
+        assert {path.name for path in (run / "samples").iterdir()} == names, options
     folder = shutil.copytree(checkpoints.step_folder(run, 2), tmp_path / "photos")
     Image.new("RGB", (4, 4)).save(folder / "ema-num_steps1-seeds0-3.png")  # of somebody else
     with pytest.raises(SystemExit, match="was not made by this code: name another"):
-        run_command(main, "sample.py", f"checkpoint={folder}", "num_steps=1", "cpu=true", "seeds=0-3")
+        sample(folder, None, "seeds=0-3")
 
 
-@pytest.mark.parametrize(("given", "name"), [
+@pytest.mark.parametrize(("text", "name"), [
     ({}, ""), ({"scale": 2.0}, "-scale2.0"), ({"sampler": {"solver": "heun"}}, "-solverheun"),
     ({"weak": "runs/x"}, "-weakruns+x"), ({"weak": "/a/long/path/of/checkpoints/step-1"}, "-weak5e875e69"),
     ({"interval": [0.2, 0.9], "scale": 1.5}, "-interval0.2+0.9-scale1.5"),
 ])
-def test_a_file_is_named_by_the_settings_that_are_not_the_usual_ones(given, name):
+def test_a_file_is_named_by_the_settings_that_are_not_the_usual_ones(text, name):
     usual = {"scale": None, "sampler": {"solver": None}, "weak": None, "interval": None, "more": 1}
-    assert name_of_changes(given, usual) == name
-
-
-def test_images_sampled_in_bf16_differ_slightly(run):
-    trained, seeds = load_trained(run), list(range(8))
-    fp32, bf16 = (draw(trained, seeds, labels_of(seeds, [0, 1]), 8, precision=precision)
-                  for precision in ("fp32", "bf16"))
-    assert 1e-4 < (fp32 - bf16).abs().mean() / fp32.std() < 0.02
-
-
-def test_sampling_leaves_the_random_state_alone(run):
-    trained, before = load_trained(run), torch.get_rng_state()
-    draw(trained, [1, 2], [0, 0], 2, S_churn=10)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_a_run_a_checkpoint_folder_and_a_weights_file_in_it_load_the_same(run):
-    newest = run / "checkpoints" / "step-00000002"
-    loaded = [load_trained(path) for path in (run, newest, newest / "ema.safetensors")]
-    for trained in loaded:
-        assert trained.step == 2 and trained.diffusion.sigma_data == 0.6 and trained.autoencoder == "identity"
-        assert all(torch.equal(a, b) for a, b in zip(loaded[0].net.parameters(), trained.net.parameters(), strict=True))
-    assert load_trained(newest.with_name("step-00000001")).step == 1
+    assert name_of_changes(text, usual) == name
 
 
 def test_seeds_and_classes_are_read_as_people_write_them():
@@ -115,18 +97,18 @@ def test_seeds_and_classes_are_read_as_people_write_them():
     names = ["ant", "bee", "cat"]
     assert parse_classes("classes", None, 3, names, [0, 2]) == [0, 2]
     assert parse_classes("classes", "bee", 3, names, [0, 2]) == parse_classes("classes", 1, 3, names, [0, 2]) == [1]
-    for given in (["cat", 0], "cat, 0"):
-        assert parse_classes("classes", given, 3, names, [1]) == [2, 0]
+    for text in (["cat", 0], "cat, 0"):
+        assert parse_classes("classes", text, 3, names, [1]) == [2, 0]
     assert parse_classes("classes", "0-2", 3, None, [1]) == [0, 1, 2]
     assert parse_classes("classes", "tench, Tinca tinca", 2, ["ant", "tench, Tinca tinca"], [0]) == [1]
     flowers = ["1", "10", "11", "2", "3"]  # numbers that are names select names, one by one or as a range
-    for given in (["1", "2", "3"], [1, 2, 3], "1-3", ["1-3"], "1,2-3"):
-        assert parse_classes("classes", given, 5, flowers, [0]) == [0, 3, 4], given
-    for given in ("1-2", [1, "002"]):
-        assert parse_classes("classes", given, 2, ["001", "002"], [0]) == [0, 1]
-    for given in (0, "0-1", 12):
+    for text in (["1", "2", "3"], [1, 2, 3], "1-3", ["1-3"], "1,2-3"):
+        assert parse_classes("classes", text, 5, flowers, [0]) == [0, 3, 4], text
+    for text in ("1-2", [1, "002"]):
+        assert parse_classes("classes", text, 2, ["001", "002"], [0]) == [0, 1]
+    for text in (0, "0-1", 12):
         with pytest.raises(ValueError, match="or names, 1, 10, 11, 2, 3"):
-            parse_classes("classes", given, 5, flowers, [0])
+            parse_classes("classes", text, 5, flowers, [0])
     assert labels_of([0, 1, 2, 100_001], [4, 9]) == [4, 9, 4, 9]
 
 
@@ -169,15 +151,17 @@ def test_a_command_prints_only_its_own_lines_and_imports_nothing_heavy(run, tmp_
 # ---- the weights that are sampled: files, hashes, records
 
 
-def test_a_weights_file_of_a_checkpoint_is_recorded_and_sampled_under_its_own_name(run, tmp_path):
+def test_a_run_its_folders_and_its_weights_files_are_loaded_and_sampled_under_their_own_names(run, tmp_path):
     copy = shutil.copytree(run, tmp_path / "copy")
     folder = copy / "checkpoints/step-00000002"
-    for name in ("ema", "model"):
-        trained = load_trained(folder / f"{name}.safetensors")
-        assert trained.weights == name and trained.step == 2
-        run_command(main, "sample.py", "cpu=true", f"checkpoint={folder}/{name}.safetensors", "seeds=0", "num_steps=1")
+    for path, name in ((copy, "ema"), (folder, "ema"), (folder / "ema.safetensors", "ema"),
+                       (folder / "model.safetensors", "model")):
+        trained = load_trained(path)
+        assert (trained.weights, trained.step, trained.diffusion.sigma_data) == (name, 2, 0.6)
+        sample(path, None, "seeds=0")
     assert {path.name for path in (copy / "samples").iterdir()} == {
         f"step-00000002-{name}-num_steps1-seeds0.png" for name in ("ema", "model")}
+    assert load_trained(folder.with_name("step-00000001")).step == 1
     with pytest.raises(ValueError, match="holds weights=model, not weights=ema"):
         load_trained(folder / "model.safetensors", weights="ema")
     content = (folder / "model.safetensors").read_bytes()
@@ -186,12 +170,11 @@ def test_a_weights_file_of_a_checkpoint_is_recorded_and_sampled_under_its_own_na
         load_trained(folder / "model.safetensors")
 
 
-def test_what_is_inferred_from_bare_weights_is_printed_and_num_heads_can_be_given(tmp_path, capsys):
+def test_what_is_inferred_from_bare_weights_is_printed_and_num_heads_can_be_text(tmp_path, capsys):
     save_file(DiT_models["DiT-S/8"](learn_sigma=True, init="xavier").state_dict(), tmp_path / "dit.safetensors")
-    for given, heads in ((["diffusion_name=dit"], 6), (["num_heads=8", "diffusion_name=dit"], 8)):
+    for options, heads in ((["diffusion_name=dit"], 6), (["num_heads=8", "diffusion_name=dit"], 8)):
         with pytest.raises(SystemExit):  # Stable Diffusion's autoencoder is not here
-            run_command(main, "sample.py", "cpu=true", f"checkpoint={tmp_path}/dit.safetensors", "seeds=0",
-                        "num_steps=1", "autoencoder=nowhere", *given)
+            sample(tmp_path / "dit.safetensors", None, "seeds=0", "autoencoder=nowhere", *options)
         assert f"1000 steps), {heads} heads, decoded by nowhere" in capsys.readouterr().out
     assert load_trained(tmp_path / "dit.safetensors", diffusion="dit", num_heads=8).net.blocks[0].attn.num_heads == 8
 
@@ -222,14 +205,13 @@ def test_weights_are_known_by_their_hash_when_training_has_pruned_them(run, tmp_
 def test_channels_are_checked_before_anything_is_sampled(tmp_path):
     write_run(tmp_path / "four", NETWORK | {"in_channels": 4})
     with pytest.raises(SystemExit, match="decodes latents of 3 channels, but these have 4"):
-        run_command(main, "sample.py", "cpu=true", f"checkpoint={tmp_path}/four", "seeds=0", "num_steps=1",
-                    f"out={tmp_path}/x.png")
+        sample(tmp_path / "four", tmp_path / "x.png", "seeds=0")
     assert not (tmp_path / "x.png").exists()
 
 
 def pictures(run, out, *options):
     """What sample.py writes into a folder: names, contents and places on the disk."""
-    run_command(main, "sample.py", "cpu=true", f"checkpoint={run}", "num_steps=1", f"out={out}", *options)
+    sample(run, out, *options)
     return {file.name: file.read_bytes() for file in sorted(out.iterdir())}
 
 
@@ -262,37 +244,27 @@ def test_images_of_others_are_neither_mixed_with_ours_nor_cleared(run, tmp_path,
     assert [file for file in (tmp_path / "out").rglob("*") if file.is_file()] == [place]
 
 
-@pytest.mark.parametrize("seeds", ["[9223372036854775807]", "4294967296-4294967297"])
-def test_seeds_are_any_number_of_63_bits(run, tmp_path, seeds):
-    run_command(main, "sample.py", "cpu=true", f"checkpoint={run}", "num_steps=1", f"out={tmp_path}/x.npz",
-                f"seeds={seeds}")
-    assert np.load(tmp_path / "x.npz")["seeds"][0] == int(seeds.strip("[]").split("-")[0])
-
-
-def test_a_repeated_seed_is_one_image_and_is_counted_once(run, tmp_path, capsys):
-    assert {*pictures(run, tmp_path / "out", "seeds=[1,1,2]")} == {"000001_1.png", "000002_2.png"}
-    assert capsys.readouterr().out.startswith("2 images from ")
-    run_command(main, "sample.py", "cpu=true", f"checkpoint={run}", "num_steps=1", "seeds=[0-2,1-3]",
-                f"out={tmp_path}/x.npz")
-    assert np.load(tmp_path / "x.npz")["seeds"].tolist() == [0, 1, 2, 3]
+@pytest.mark.parametrize(("seeds", "images"), [
+    ("[9223372036854775807]", [2**63 - 1]), ("4294967296-4294967297", [2**32, 2**32 + 1]),
+    ("[0-2,1-3]", [0, 1, 2, 3]), ("[1,1,2]", [1, 2])])
+def test_seeds_are_any_number_of_63_bits_and_a_repeated_one_is_one_image(run, tmp_path, capsys, seeds, images):
+    sample(run, tmp_path / "x.npz", f"seeds={seeds}")
+    assert np.load(tmp_path / "x.npz")["seeds"].tolist() == images
+    assert capsys.readouterr().out.startswith(f"{len(images)} images from ")
 
 
 def test_our_own_grid_or_npz_is_replaced_and_no_other_file(run, tmp_path):
-    def sample(out, *options):
-        run_command(main, "sample.py", "cpu=true", f"checkpoint={run}", "num_steps=1", "seeds=0-3", f"out={out}",
-                    *options)
-
     Image.new("RGB", (8, 8)).save(tmp_path / "photo.png")
     np.savez(tmp_path / "data.npz", arr_0=np.zeros(3))
-    for name in ("photo.png", "data.npz"):
-        before = (tmp_path / name).read_bytes()
-        with pytest.raises(SystemExit, match=f"{name} exists and was not made by this code: .*overwrite=true"):
-            sample(tmp_path / name)
-        assert (tmp_path / name).read_bytes() == before
-        sample(tmp_path / name, "overwrite=true")
-        drawn = (tmp_path / name).read_bytes()
-        sample(tmp_path / name, "num_steps=2")
-        assert drawn not in (before, (tmp_path / name).read_bytes())
+    for out in (tmp_path / "photo.png", tmp_path / "data.npz"):
+        before = out.read_bytes()
+        with pytest.raises(SystemExit, match=f"{out.name} exists and was not made by this code: .*overwrite=true"):
+            sample(run, out, "seeds=0-3")
+        assert out.read_bytes() == before
+        sample(run, out, "seeds=0-3", "overwrite=true")
+        first = out.read_bytes()
+        sample(run, out, "seeds=0-3", num_steps=2)
+        assert first not in (before, out.read_bytes())
 
 
 def test_a_full_disk_raises_a_one_line_error_and_leaves_nothing_behind(run, tmp_path):

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from conftest import run_command
+from conftest import one_rank, run_command
 from PIL import Image
 from test_fid import command, shapes, write_folder
 from training_runs import write_run
@@ -29,26 +29,10 @@ def pictures(path, images, suffixes=(".png",), mode="RGB"):
     return path
 
 
-def in_training_mode(path):
-    """Traces a network that its author forgot to set to `eval()`: what it makes of an image depends on its batch."""
-    network = torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(4), torch.nn.Flatten(), torch.nn.BatchNorm1d(48))
-
-    class FromBytes(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.network = network
-
-        def forward(self, images):
-            return self.network(images.float() / 255)
-
-    torch.jit.trace(FromBytes().train(), torch.zeros(4, 3, 64, 64, dtype=torch.uint8), check_trace=False).save(path)
-    return path
-
-
 def expected_distance(one, two):
     """The distance of pixels, by numpy."""
     return fid.frechet_distance(*(value for images in (one, two)
-                                  for x in [load_extractor("pixels").compute(images)["pool"].double().numpy()]
+                                  for x in [load_extractor(one_rank(), "pixels").compute(images)["pool"].double().numpy()]
                                   for value in (x.mean(0), np.cov(x.T))))
 
 
@@ -93,28 +77,31 @@ REPORTS = [
                      reference=saved(at / "b.npz", REAL, np.arange(60))), {"fd_pixels": EXACT}),
     ("openai/improved-diffusion#106", "images as floats in [0, 1]",
      lambda at: dict(images=saved(at / "a.npz", OTHER.float() / 255), reference=saved(at / "b.npz", REAL)),
-     r"a.npz: the array is float32 \(37, 16, 16, 3\); images are uint8"),
+     r"a.npz holds an array of float32 \(37, 16, 16, 3\): save images as uint8"),
     ("mseitzer/pytorch-fid, --save-stats", "statistics in the place of images",
      lambda at: dict(images=saved(at / "a.npz", mu=np.zeros(192), sigma=np.eye(192)),
                      reference=saved(at / "b.npz", REAL)),
      r"a.npz holds mu.npy, sigma.npy, but no images: they are uint8 \(N, H, W, 3\) under arr_0"),
-    ("toshas/torch-fidelity#43, Lightning-AI/torchmetrics#1620",
-     "a network in training mode, whose features depend on the batch size",
-     lambda at: dict(images=saved(at / "a.npz", OTHER), reference=saved(at / "b.npz", REAL), features="torchscript",
-                     features_weights=in_training_mode(at / "n.pt")),
-     "n.pt is not TorchScript .* the features of an image depend on the others in its batch, as in training mode"),
+    ("bioinf-jku/TTUR#13, baofff/U-ViT#29", "statistics of images of another resolution",
+     lambda at: dict(images=saved(at / "a.npz", OTHER),
+                     reference=saved(at / "b.npz", mu=np.zeros(192), sigma=np.eye(192), size=[32, 32])),
+     "b.npz is of 32x32 images, but the images are 16x16: name a reference of that size"),
+    ("the same, in the form of pytorch-fid and EDM", "statistics that do not record a size",
+     lambda at: dict(images=saved(at / "a.npz", OTHER), reference=saved(at / "b.npz", mu=np.zeros(192),
+                                                                        sigma=np.eye(192))),
+     "b.npz does not record the size of its images: give reference_size="),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("settings", "expected"), [row[2:] for row in REPORTS],
                          ids=[f"{source}: {what}" for source, what, *_ in REPORTS])
-def test_what_people_reported_comes_out_right(settings, expected, tmp_path):
+def test_what_people_reported_is_right_or_refused(settings, expected, tmp_path):
     is_error = isinstance(expected, str)
     with pytest.raises(SystemExit, match=expected) if is_error else nullcontext():
         row = command(tmp_path, **settings(tmp_path))
     if not is_error:
-        found = row["metrics"] | {"images": row["images"]}
-        assert {name: found[name] for name in expected} == expected
+        values = row["metrics"] | {"images": row["images"]}
+        assert {name: values[name] for name in expected} == expected
 
 
 def test_copies_among_files_are_counted_in_a_line(tmp_path, capsys):
