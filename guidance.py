@@ -47,7 +47,7 @@ class Guidance:
     Classifier-free guidance: Ho & Salimans, arXiv 2207.12598. By selection ratios: arXiv 2601.01608 (SG).
     AutoGuidance: Karras et al., arXiv 2406.02507. Intervals: Kynkäänniemi et al., arXiv 2404.07724.
     Path-drop guidance, gamma2 = 1: Sprint, arXiv 2510.21986.
-    Raises ValueError for a ratio outside [0, 1], a strong pass sparser than the weak one.
+    Raises ValueError for a ratio outside [0, 1], and for a strong pass sparser than the weak one.
     """
 
     scale: float
@@ -111,8 +111,7 @@ class Guidance:
 
         Returns a function that maps the state x (B, C, h, w), the noise level t and the step's index to the guided
         estimate, shaped like x. All evaluations within a step, in both passes, use the same masks. Passes that share
-        network and ratio run as one doubled batch. Raises
-        ValueError as `check` does.
+        network and ratio run as one doubled batch. Raises ValueError as `check` does.
         """
         self.check(net)
         net2 = self.net2 or net

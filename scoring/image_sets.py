@@ -6,7 +6,6 @@ Stored images come from a folder, a zip, tars, parquet files, an npz or an npy, 
 import hashlib
 import math
 import os
-import posixpath
 import zipfile
 import zlib
 from collections import Counter
@@ -167,11 +166,12 @@ def open_decoded(
 def open_files(state: PartialState, key: str, path: str, resolution: int | None) -> StoredImages:
     """Opens a folder or archive of images, which are scored in the order of their hashes, whatever their names are.
 
-    All hashes and sizes must be known before the first image is scored, so ranks share the reading. Raises ValueError
-    for files that are no images, one name in two formats, and images of several sizes without a resolution.
+    All hashes and sizes must be known before the first image is scored, so ranks share the reading.
     """
-    source = open_source(path, labels="none", key=key)
-    refuse_twins(f"{key}={path}", source.names)
+    try:
+        source = open_source(path, labels="none")
+    except ValueError as error:
+        raise ValueError(f"{key}={path} cannot be read: {error}") from error
     pool = ThreadPoolExecutor(8)
 
     def look(index: int) -> tuple[int, bytes, tuple[int, int], str | None]:
@@ -211,14 +211,6 @@ def open_files(state: PartialState, key: str, path: str, resolution: int | None)
     record = {"path": str(path), "sha256": hashlib.sha256(b"".join(digests)).hexdigest(), "size": size,
               "order": "shuffled by the files' SHA-256, copies apart"}
     return StoredImages(len(source), read, record, shuffled(digests))
-
-
-def refuse_twins(where: str, names: list[str]) -> None:
-    """Raises ValueError where two files differ only in their suffix, as one image saved in two formats does."""
-    first: dict[str, str] = {}
-    for name in names:
-        if (twin := first.setdefault(posixpath.splitext(name)[0], name)) != name:
-            raise ValueError(f"{where} holds {twin} and {name}, which would count twice: keep one format.")
 
 
 def shuffled(digests: tuple[bytes, ...]) -> np.ndarray:

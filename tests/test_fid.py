@@ -285,8 +285,8 @@ LIKE_ADM = dict(mu=np.zeros(16), sigma=np.eye(16), mu_s=np.zeros(24), sigma_s=np
 ])
 def test_statistics_that_are_none_or_of_other_features_or_sizes_are_refused(arrays, sizes, message, tmp_path):
     np.savez(tmp_path / "ref.npz", **arrays)
-    extractor = inception_like() if len(arrays["mu"] if "mu" in arrays else "") == 16 else load_extractor(
-        one_rank(), "pixels")
+    is_adm = len(arrays.get("mu", ())) == 16
+    extractor = inception_like() if is_adm else load_extractor(one_rank(), "pixels")
     if message is None:
         assert open_reference(one_rank(), tmp_path / "ref.npz", extractor, **sizes).record["size"] == list(
             sizes["images_size"])
@@ -497,7 +497,8 @@ def test_classes_without_images_are_sampled_only_if_they_are_named(tmp_path, run
     options = dict(reference=reference_npz, num_samples=6, num_steps=2)
     default, named, absent, every, old = (
         command(tmp_path, checkpoint=folder, **options, **classes) for folder, classes in (
-            (run, {}), (run, {"classes": [0, 2]}), (run, {"classes": [1]}), (run, {"classes": "0-2"}), (run_folder, {})))
+            (run, {}), (run, {"classes": [0, 2]}), (run, {"classes": [1]}), (run, {"classes": "0-2"}),
+            (run_folder, {})))
     assert [row["source"]["classes"] for row in (default, named, absent, every, old)] == [
         [0, 2], [0, 2], [1], "all", "all"]
     assert default["metrics"] == named["metrics"] != absent["metrics"]
@@ -521,18 +522,18 @@ MEASURED = dict(reference_from="{at}/images.npz", out="{at}/ref.npz")
     (dict(images="x", checkpoint="y"), "not checkpoint and images"),
     (dict(images="{at}/images.npz"), "needs reference=<a folder, zip, npz or npy>"),
     (SCORED_ALREADY | dict(num_steps=3), r"num_steps=3 would change nothing: the images of images=.* exist already"),
-    (SCORED_ALREADY | dict(out="x.npz"), "out=x.npz would change nothing: they are for reference_from=, not for images="),
+    (SCORED_ALREADY | dict(out="x.npz"), "out=x.npz would change nothing: they are for reference_from="),
     (SCORED_ALREADY | dict(resolution=8), "resolution=8 would change nothing: it is for folders and zips"),
     (MEASURED | dict(metrics=["recall"]), "would change nothing: reference_from= measures a reference"),
     (MEASURED | dict(out="{at}/images.npz"), "needs out=<an npz> that does not exist or that reference_from= wrote"),
     (MEASURED | dict(num_samples=6), "images.npz holds 5 images, but 6 are needed"),
     (SCORED_ALREADY | dict(images="{at}/p*.npz"), r"images=.*/p\*.npz does not exist: name one file"),
-    (SCORED_ALREADY | dict(images="{at}/twins"), "holds 0001.jpg and 0001.png, which would count twice: keep one"),
+    (SCORED_ALREADY | dict(images="{at}/twins"), "images=.*holds 0001.jpg and 0001.png, which would count as two images"),
     (SCORED_ALREADY | dict(results="{at}"), "reading or writing .* failed"),
     (SCORED_ALREADY | dict(results="{at}/link"), "reading or writing .*link failed"),
 ])
 def test_a_mistake_is_one_line_before_anything_is_scored(options, message, tmp_path, monkeypatch):
-    monkeypatch.setattr(fid, "score_on", lambda *_: pytest.fail("scored"))
+    monkeypatch.setattr(score, "score_on", lambda *_: pytest.fail("scored"))
     np.savez(tmp_path / "images.npz", arr_0=shapes(5).numpy())
     Image.new("RGB", (16, 16)).save(write_folder(tmp_path / "twins", shapes(5)) / "0001.jpg")
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")

@@ -101,7 +101,8 @@ def test_one_step_is_a_picture_and_not_nan(diffusion, tmp_path):
     ({"class_names": ["ant", "7", "cat"], "convention": {"scale": 0.5, "shift": 0.0}}, False,
      "its latents have another scale"),
 ])
-def test_a_weak_network_of_other_classes_or_latents_is_refused_where_it_has_a_label(data, drop_label, message, tmp_path):
+def test_a_weak_network_of_other_classes_or_latents_is_refused_where_it_has_a_label(
+        data, drop_label, message, tmp_path):
     """As in facebookresearch/deit#130, label 0 is another class to a network that was trained on another order."""
     weak = write_run(tmp_path / "weak", NETWORK, 2, {"name": "ddpm"}, **data)
     strong = write_run(tmp_path / "strong", NETWORK, 1, {"name": "ddpm"},

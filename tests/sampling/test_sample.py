@@ -69,7 +69,8 @@ def test_grids_of_other_settings_lie_side_by_side_and_none_replaces_a_picture_of
     names = set()
     for options, new in (
             ([], "ema-num_steps1-seeds0-3"), (["scale=1.5"], "ema-scale1.5-num_steps1-seeds0-3"),
-            (["seeds=4-7"], "ema-num_steps1-seeds4-7"), (["classes=[ant,cat]"], "ema-classesant+cat-num_steps1-seeds0-3"),
+            (["seeds=4-7"], "ema-num_steps1-seeds4-7"),
+            (["classes=[ant,cat]"], "ema-classesant+cat-num_steps1-seeds0-3"),
             (["precision=bf16"], "ema-num_steps1-precisionbf16-seeds0-3"), (["batch_size=1"], None),
             (["weights=model"], "model-num_steps1-seeds0-3")):
         sample(run, None, *options, *([] if "seeds=4-7" in options else ["seeds=0-3"]))

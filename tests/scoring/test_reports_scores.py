@@ -6,13 +6,13 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from conftest import one_rank, run_command
+from conftest import run_command
 from PIL import Image
 from test_fid import command, shapes, write_folder
 from training_runs import write_run
 
 import fid
-from scoring.features import load_extractor
+from scoring.features import EXTRACTORS
 
 
 def saved(path, *arrays, **named):
@@ -29,10 +29,13 @@ def pictures(path, images, suffixes=(".png",), mode="RGB"):
     return path
 
 
+PIXELS = EXTRACTORS["pixels"](None, None, "cpu")
+
+
 def expected_distance(one, two):
     """The distance of pixels, by numpy."""
     return fid.frechet_distance(*(value for images in (one, two)
-                                  for x in [load_extractor(one_rank(), "pixels").compute(images)["pool"].double().numpy()]
+                                  for x in [PIXELS.compute(images)["pool"].double().numpy()]
                                   for value in (x.mean(0), np.cov(x.T))))
 
 
