@@ -1,10 +1,11 @@
 """Flow matching against closed forms: exact velocities, exact samples, and the published sampler in a few lines."""
 
 import copy
+import json
 
 import pytest
 import torch
-from test_published_parity import names, published
+from conftest import ROOT
 from torch import nn
 
 from dit import DiT
@@ -13,7 +14,7 @@ from rf import RF, sample_tread
 from routing_module import Route
 from sampling.checks import sampler_settings
 
-RECIPES = published("recipes")
+SHIFTS = json.loads((ROOT / "tests/published/recipes.json").read_text())["shift"]
 LINE = torch.linspace(-2, 2, 9, dtype=torch.float64).float().view(-1, 1, 1, 1)  # noises that are easy to follow
 
 
@@ -143,7 +144,7 @@ def test_an_unknown_solver_raises_a_one_line_error():
 # ---- shifted times ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", RECIPES["shift"], ids=names(RECIPES["shift"]))
+@pytest.mark.parametrize("case", SHIFTS)
 def test_times_shifted_by_the_latents_size_are_sr_dits_in_training_and_sampling(case, monkeypatch):
     net, shape = ExactVelocity(0.5), case["shape"]
     monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.tensor(case["t"]))

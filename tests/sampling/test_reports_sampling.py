@@ -76,7 +76,7 @@ def test_the_interval_of_a_ddpm_is_in_sigma():
     (["seeds=0", "guidance=cfg", "channels=4"], "channels=4"),
     (["seeds=0", "num_steps=0"], "num_steps=0"),
     (["seeds=0", "num_steps=1001", "sampler.solver=ancestral"],
-     "num_steps=1001, but sampler.solver=ancestral visits 1000 noise levels"),
+     "num_steps=1001, but solver=ancestral visits 1000 noise levels"),
     (["seeds=0", "sampler.solver=ddim"], "sampler.solver=ddim"), (["seeds=0", "sampler.rho=0"], "sampler.rho=0"),
 ])  # fmt: skip
 def test_a_slip_raises_a_one_line_error_before_anything_is_sampled(options, message, run, tmp_path):

@@ -171,7 +171,7 @@ def test_a_run_its_folders_and_its_weights_files_are_loaded_and_sampled_under_th
         load_trained(folder / "model.safetensors")
 
 
-def test_what_is_inferred_from_bare_weights_is_printed_and_num_heads_can_be_text(tmp_path, capsys):
+def test_what_is_inferred_from_bare_weights_is_printed_and_num_heads_can_be_given(tmp_path, capsys):
     save_file(DiT_models["DiT-S/8"](learn_sigma=True, init="xavier").state_dict(), tmp_path / "dit.safetensors")
     for options, heads in ((["diffusion_name=dit"], 6), (["num_heads=8", "diffusion_name=dit"], 8)):
         with pytest.raises(SystemExit):  # Stable Diffusion's autoencoder is not here
