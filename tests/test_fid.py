@@ -528,7 +528,7 @@ MEASURED = dict(reference_from="{at}/images.npz", out="{at}/ref.npz")
     (MEASURED | dict(out="{at}/images.npz"), "needs out=<an npz> that does not exist or that reference_from= wrote"),
     (MEASURED | dict(num_samples=6), "images.npz holds 5 images, but 6 are needed"),
     (SCORED_ALREADY | dict(images="{at}/p*.npz"), r"images=.*/p\*.npz does not exist: name one file"),
-    (SCORED_ALREADY | dict(images="{at}/twins"), "images=.*holds 0001.jpg and 0001.png, which would count as two images"),
+    (SCORED_ALREADY | dict(images="{at}/twins"), "images=.*holds 0001.jpg and 0001.png, which would count as two"),
     (SCORED_ALREADY | dict(results="{at}"), "reading or writing .* failed"),
     (SCORED_ALREADY | dict(results="{at}/link"), "reading or writing .*link failed"),
 ])

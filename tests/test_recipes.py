@@ -2,7 +2,6 @@
 tokens, and with its weight at zero it changes nothing.
 """
 
-import numpy as np
 import pytest
 import torch
 from conftest import one_rank

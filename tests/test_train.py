@@ -295,8 +295,9 @@ def test_trackers_receive_the_settings_the_rows_the_grids_and_the_scores(shown):
     for ((images,), how), step in zip(grids, (0, 4), strict=True):  # of the untrained network, too
         assert np.array_equal(images["samples"][0], np.asarray(Image.open(run / f"samples/step-{step:08d}.png")))
         assert how == {"step": step, "dataformats": "NHWC"}
-    guided = [{f"{name}_guided_1.5": value for name, value in row.items()} for row in (before_guided, after_guided)]
-    assert others == [before, guided[0], *files.read_rows(run / "metrics.jsonl"), after, guided[1]]
+    scores = [{f"{name}_ema_2_steps{suffix}": value for name, value in row.items()} for row, suffix in (
+        (before, ""), (before_guided, "_guided_1.5"), (after, ""), (after_guided, "_guided_1.5"))]
+    assert others == [*scores[:2], *files.read_rows(run / "metrics.jsonl"), *scores[2:]]
 
 
 def run_named(name, init_trackers=lambda *args: None, log_with=("wandb",)):
