@@ -102,7 +102,7 @@ def test_an_experiment_composes_checks_and_builds_and_an_unknown_one_lists_them(
     (["evaluate.num_samples=9", "evaluate.every=0"], None),
     (["checkpoint.keep_every=15000"], "would change nothing: .*checkpoint.every=10000 steps; give a multiple"),
     (["objective=alignment", "objective.weight=-1"], "objective=alignment: weight=-1"),
-    (["objective=alignment", "+objective.blocks=[1]"], "objective=alignment: There is no setting blocks: did you mean block"),
+    (["objective=alignment", "+objective.blocks=[1]"], "There is no setting blocks: did you mean block"),
     (["objective.name=version2"], "there is no objectives/version2.py"),
     (["+objective.weight=1"], "There is no setting weight"),
     (["ema.decay=[0.9,0.9]"], "names an average twice"), (["samples.weights=ema-0.5"], "samples.weights names ema-0.5"),

@@ -168,7 +168,8 @@ def test_the_pages_loss_trains_is_logged_and_resumes_bit_for_bit(shapes, tmp_pat
     assert end["model"].keys() == end["ema"].keys() and not any("head" in key for key in end["model"])
     head = {key for key in end["training"] if "head" in key}
     assert {"objective.head.weight", "objective.head.weight.exp_avg", "objective.head.bias.step"} <= head
-    for settings, says in (((), "was trained with another objective"), ((*probe, "+objective.size=2"), "There is no setting size")):
+    for settings, says in (((), "was trained with another objective"),
+                           ((*probe, "+objective.size=2"), "There is no setting size")):
         refused = train_here(tmp_path / "whole", shapes, *settings, "steps=9")
         assert refused.returncode == 1 and says in refused.stderr, refused.stderr
 
