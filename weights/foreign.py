@@ -212,7 +212,7 @@ class DiffusersRecord(Record):
 def pipeline_of(file: Path) -> dict:
     """Reads what diffusers' config.json and the folder around it say about a DiT; an empty dict without a config.
 
-    Keys: num_heads, input_size, num_classes, and for a DiTPipeline also family and autoencoder.
+    Keys: num_heads, input_size, num_classes, and for a DiTPipeline also diffusion (a family) and autoencoder.
     """
     config, index = file.with_name("config.json"), file.parent.parent / "model_index.json"
     if not config.is_file() or "num_attention_heads" not in read_json(config):
@@ -224,7 +224,7 @@ def pipeline_of(file: Path) -> dict:
         scheduler, vae = index.with_name("scheduler") / "scheduler_config.json", index.with_name("vae")
         schedule = read_json(scheduler) if scheduler.is_file() else {}
         if schedule.get("prediction_type", "epsilon") == "epsilon" and "num_train_timesteps" in schedule:
-            pipeline["family"] = "dit"
+            pipeline["diffusion"] = "dit"
         if (vae / "config.json").is_file():
             pipeline["autoencoder"] = str(vae)
     return pipeline

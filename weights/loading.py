@@ -207,7 +207,7 @@ def load_trained(
     diffusion: str | None = None,           # for weights without a record: a name in FAMILIES
     autoencoder: str | None = None,         # overrides the recorded one
     device: torch.device | str = "cpu",
-    like: Mapping[str, Any] | None = None,  # defaults for weights without a record: diffusion, num_heads …
+    like: Mapping[str, Any] | None = None,  # for what neither they nor settings say: diffusion, num_heads …
     **sizes: int | None,                    # for weights without a record: num_heads, num_classes, input_size
 ) -> Trained:
     """Loads a network and what its checkpoint records about it; waits for no other rank.
@@ -220,8 +220,8 @@ def load_trained(
     checkpoint = path if isinstance(path, Checkpoint) else find_checkpoint(path, weights)
     sizes = {key: value for key, value in sizes.items() if value is not None}
     if checkpoint.record is None:
-        state, record, role, reading = read_without_record(
-            checkpoint.file, weights, diffusion, {**(like or {}), **sizes})
+        typed = {"diffusion": diffusion, **sizes} if diffusion else sizes
+        state, record, role, reading = read_without_record(checkpoint.file, weights, typed, like or {})
         for key, value in sizes.items():
             if value != record.network[key]:
                 raise ValueError(f"{key}={value} does not fit the weights in {checkpoint.file}, which have "
@@ -249,25 +249,25 @@ def load_trained(
 
 
 def read_without_record(
-    file: Path, weights: str | None, diffusion: str | None, settings: Mapping[str, Any],
+    file: Path, weights: str | None, typed: Mapping[str, Any], like: Mapping[str, Any],
 ) -> tuple[dict[str, Tensor], CheckpointRecord, str, dict[str, str]]:
-    """Reads weights without a record; `settings` and the folder supply what the shapes do not show.
+    """Reads weights without a record; settings, then the file and its folder, then `like` say what no shape shows.
 
     Returns the state dict of an ordinary network, the record that it would have, its role, and its family with a
     description. Raises ValueError if the family is not known.
     """
     stored, pipeline = read_weights(file, weights), pipeline_of(file)
-    sizes = {"num_classes": stored.num_classes, **pipeline, **settings}
-    state = with_positions(stored.state, sizes.get("input_size"), file)
-    network = infer_architecture(state, sizes.get("num_heads"), sizes.get("num_classes"))
-    family = diffusion or settings.get("diffusion") or stored.family or pipeline.get("family")
-    if family not in FAMILIES:
+    shown = {"num_classes": stored.num_classes, "diffusion": stored.family} | pipeline
+    facts = {**like, **{key: value for key, value in shown.items() if value is not None}, **typed}
+    state = with_positions(stored.state, facts.get("input_size"), file)
+    network = infer_architecture(state, facts.get("num_heads"), facts.get("num_classes"))
+    if (family := facts.get("diffusion")) not in FAMILIES:
         raise ValueError(unknown_family(file, network))
     state = without_angles(state, network, family, file)
     fit(state, network, file)
     state, network = to_our_diffusion(state, network, FAMILIES[family])
-    usual = "identity" if network["in_channels"] == 3 else "sd_vae_ema"
-    data = DataRecord(autoencoder=pipeline.get("autoencoder", usual), class_names=None)
+    autoencoder = facts.get("autoencoder", "identity" if network["in_channels"] == 3 else "sd_vae_ema")
+    data = DataRecord(autoencoder=autoencoder, class_names=None)
     record = CheckpointRecord(network=network, diffusion={"name": FAMILIES[family].diffusion}, data=data, step=None)
     return state, record, stored.role, {"family": family, "description": stored.description}
 

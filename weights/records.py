@@ -36,8 +36,9 @@ class Keywords(Settings):
 def keywords(*kinds: type, **others: Any) -> type[Keywords]:
     """Declares constructors' keywords by their signatures' types and defaults; `others` replaces or drops some."""
     parameters = [one for kind in kinds for one in inspect.signature(kind).parameters.values()]
-    declared = {one.name: (one.annotation, ... if one.default is one.empty else one.default) for one in parameters}
-    return create_model("Keywords", __base__=Keywords, **{name: one for name, one in (declared | others).items() if one})
+    fields = {one.name: (one.annotation, ... if one.default is one.empty else one.default) for one in parameters}
+    fields = {name: field for name, field in (fields | others).items() if field}
+    return create_model("Keywords", __base__=Keywords, **fields)
 
 
 RouteSettings = keywords(Route)  # `resolve_routes` checks the ranges
