@@ -97,7 +97,7 @@ def echo_what_is_loaded(rank: int) -> None:
             state = {"sums": run.sums.values / world}  # of all ranks
             tensors = {"ema": adapters.tensors(run.ema), "model": adapters.tensors(run.model),
                        "training": optimizer_tensors(trained_parameters(run.objective), run.optimizer) | state}
-            with sharding.gathering(checkpoints.stored(tensors)) as values:
+            with sharding.gathering(checkpoints.tensors_in_order(tensors)) as values:
                 if run.accelerator.is_main_process:
                     checkpoints.save(echo, tensors, {}, values)
         return folder

@@ -71,7 +71,7 @@ def test_files_are_written_side_by_side_and_little_of_them_waits_in_memory(tmp_p
             assert len({*begun[2:4]}) == 2, "one file waits for the other"
 
     def values():
-        for number, value in enumerate(checkpoints.stored(large)):
+        for number, value in enumerate(checkpoints.tensors_in_order(large)):
             if number == 2:
                 assert len(begun) <= 4, "more is written than one tensor of each file"
                 may_go.set()
