@@ -53,8 +53,7 @@ def label_images(way: str, listing: Listing, names: list[str], columns: Columns)
         place = 0 if way == "folders" else -2
         classes = [name.split("/")[place] if "/" in name else None for name in inner]
     elif way == "names":
-        parts = (posixpath.basename(name).partition("_") for name in inner)
-        classes = [head if mark else None for head, mark, _ in parts]
+        classes = [head_of(name) for name in inner]
     elif way in WAYS:
         classes = read_beside(way, listing, names, columns.label)
     else:
@@ -65,6 +64,11 @@ def label_images(way: str, listing: Listing, names: list[str], columns: Columns)
     if way in ("folders", "parents", "names"):
         return number_names(classes, classes)
     return number_classes(classes, [*rows.values()] if way not in WAYS else classes, f"labels={way}")
+
+
+def head_of(name: str) -> str | None:
+    head, underscore, _ = posixpath.basename(name).partition("_")
+    return head if underscore else None
 
 
 def number_names(classes: Sequence[str], listed: Sequence[str]) -> tuple[np.ndarray, list[str]]:
@@ -130,26 +134,28 @@ def read_label_file(file: str, listing: Listing, columns: Columns) -> dict[str, 
         content = listing.read(listing.names.index(name))
     else:
         raise ValueError(f"labels={file} is not a file, nor one of {', '.join(WAYS)}.")
+    rows: dict[str, object] = {}
     try:
-        text = content.decode("utf-8-sig") if kind in (".json", ".csv", ".jsonl") else ""
         if kind == ".json":
-            pairs = parse_json(text)["labels"]
+            pairs = parse_json(content)["labels"]
         elif kind == ".csv":
-            pairs = read_columns([*csv.reader(io.StringIO(text, newline=""), strict=True)], columns)
+            text = io.StringIO(content.decode("utf-8-sig"), newline="")
+            pairs = read_columns([*csv.reader(text, strict=True)], columns)
         elif kind == ".jsonl":  # not splitlines, which would also split at U+2028 within a text
-            records = [parse_json(line) for line in text.split("\n") if line.strip()]
+            records = [parse_json(line) for line in content.decode("utf-8-sig").split("\n") if line.strip()]
             heads = [*dict.fromkeys(head for record in records for head in record)]
             pairs = read_columns([heads, *([record.get(head) for head in heads] for record in records)], columns)
         else:
-            raise ValueError("its suffix is not .json, .csv or .jsonl")
-        rows: dict[str, object] = {}
+            raise ValueError("its suffix is not .json, .csv or .jsonl: write a .csv, as docs/data.md shows")
         for name, label in pairs or ():
             if rows.setdefault(name, label) != label:
                 raise ValueError(f"it gives {name} two classes")
-        return None if pairs is None else rows
-    except (ValueError, LookupError, TypeError, AttributeError, csv.Error) as error:
-        raise ValueError(f'labels={file} cannot be read ({first_line(error)}): write EDM\'s {{"labels": [[name, class]'
-                         f", …]}}, or a .csv or .jsonl of two columns, as docs/data.md shows.") from error
+    except (ValueError, csv.Error) as error:
+        raise ValueError(f"labels={file} cannot be read, as {first_line(error)}.") from error
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f'labels={file} is not EDM\'s {{"labels": [[name, class], …]}}: write a .csv, as docs/data.md '
+                         f"shows.") from error
+    return None if pairs is None else rows
 
 
 def read_columns(rows: list[list], columns: Columns) -> list[tuple[str, object]]:
@@ -157,7 +163,7 @@ def read_columns(rows: list[list], columns: Columns) -> list[tuple[str, object]]
     heads = rows[0] if rows else []
     if heads.count(columns.name) != 1 or heads.count(columns.label) != 1:
         raise ValueError(f"it has the columns {a_few([str(head) or '(no name)' for head in heads], 12) or 'none'}, not "
-                         f"name_column={columns.name} and label_column={columns.label}")
+                         f"{columns.name} and {columns.label}: set name_column= and label_column=")
     if odd := next((number for number, row in enumerate(rows, 1) if row and len(row) != len(heads)), None):
         raise ValueError(f"row {odd} has {len(rows[odd - 1])} columns and the first row {len(heads)}")
     name, label = heads.index(columns.name), heads.index(columns.label)
@@ -204,9 +210,11 @@ def only_way(source: str | Path, listing: Listing, names: list[str], columns: Co
     if depths == {0} and beside == ["cls"] and not files:
         return "cls"
     folders = [] if 0 in depths else ["folders"] if depths == {1} else ["folders", "parents"]
-    ways = [*folders, *beside, *["names"] * all("_" in posixpath.basename(name) for name in names), *files[:3], "none"]
+    heads = {head_of(name) for name in names}
+    ways = (*folders, *beside, *["names"] * (None not in heads and len(heads) > 1), *files[:3], "none")
     raise ValueError(f"source={source} may be labelled in several ways, so set one: "
-                     f"{'; '.join(describe(way, listing, names, columns) for way in ways)}.")
+                     f"{'; '.join(describe(way, listing, names, columns) for way in ways)}; or labels=<file>.csv, as "
+                     f"in docs/data.md.")
 
 
 def describe(way: str, listing: Listing, names: list[str], columns: Columns) -> str:

@@ -126,7 +126,7 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     # Splits: no word means one.
     "Intel's seg_train, seg_test, seg_pred": (INTEL, "", {}, [
         "set one: labels=folders: 3 classes (seg_pred, seg_test, seg_train); labels=parents: 3 classes (ice, sea, "
-        "seg_pred) of 5 folders; labels=none: 1 class (all)."]),
+        "seg_pred) of 5 folders; labels=none: 1 class (all); or labels=<file>.csv, as in docs/data.md."]),
     "one of them": (INTEL, "seg_train/seg_train", {}, "sea ice"),
     "Training and Testing": (MRI, "", {}, [
         "labels=folders: 2 classes (Testing, Training); labels=parents: 2 classes (glioma, none) of 4 folders"]),
@@ -148,13 +148,13 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
                                               "__MACOSX/cat/._0.png": b""}, "", {}, "cat dog"),
     "images beside class folders": (numbered("cat/0.png", "1.png", "dog/2.png"), "", {"labels": "folders"},
                                     ["no class for 1 of the 3 images, such as 1.png", "labels=none"]),
-    "a flat folder": (FLAT, "", {}, ["set one: labels=none: 1 class (all)."]),
+    "a flat folder": (FLAT, "", {}, ["set one: labels=none: 1 class (all); or labels=<file>.csv, as in docs/data.md."]),
     "a flat folder, as typed": (FLAT, "", {"labels": "none"}, "all all all all all all"),
     "one folder": (numbered("jpg/0.png", "jpg/1.png"), "", {}, ["labels=folders: 1 class (jpg); labels=none"]),
     "Flowers' imagelabels.mat": (inside("jpg", FLAT) | {"imagelabels.mat": b"MATLAB 5.0"}, "",
-                                 {"labels": "imagelabels.mat"}, ["its suffix is not .json, .csv or .jsonl", "data.md"]),
+                                 {"labels": "imagelabels.mat"}, ["its suffix is not .json, .csv or .jsonl: wr"]),
     "Food-101's {class: [names]}": (inside("images/waffles", FLAT) | {"meta.json": '{"waffles": ["waffles/0"]}'}, "",
-                                    {"labels": "meta.json"}, ["meta.json cannot be read ('labels'): write"]),
+                                    {"labels": "meta.json"}, ['meta.json is not EDM\'s {"labels": ']),
     "LSUN's lmdb": ({"bedroom_lmdb/data.mdb": b"", "bedroom_lmdb/lock.mdb": b""}, "bedroom_lmdb", {},
                     ["holds no images among 2 files, such as ", ".mdb"]),
     "source='photos/*'": (inside("photos", MRI), "photos/*", {}, ["names 2 paths", "photos/T", "source=", "/photos."]),
@@ -181,13 +181,13 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     "dataset.json of a part": (EDM | dataset(PAIRS[:5]), "", BY_DATASET, ["no class for 1 of the 6 images"]),
     "one-hot labels": (EDM | dataset([[name, [0.0, 1.0]] for name in EDM]), "", BY_DATASET,
                        ["label [0.0, 1.0], which is neither"]),
-    "another JSON": (EDM | {"dataset.json": "{"}, "", BY_DATASET, ["dataset.json cannot be read (Expecting"]),
+    "another JSON": (EDM | {"dataset.json": "{"}, "", BY_DATASET, ["dataset.json cannot be read, as Expecting"]),
     # CSV and JSON lines.
     "Hugging Face's metadata.csv": (FLAT | {"metadata.csv": table("file_name,label\n", "{0},{1}")}, "",
                                     {"labels": "metadata.csv"}, RIGHT),
     "metadata.csv beside class folders": (MRI | {"Training/metadata.csv": "a,b\n"}, "Training", {}, [
-        "set one: labels=folders: 2 classes (glioma, none); labels=", "metadata.csv cannot be read (it has the "
-        "columns a, b, not name_column=file_name and label_column=label): ", "shows; labels=none: 1 class (all)."]),
+        "set one: labels=folders: 2 classes (glioma, none); labels=", "metadata.csv cannot be read, as it "
+        "has the columns a, b, not file_name and label: set name_column= and label_column=; labels=none: 1 class (a"]),
     "a CSV above the images": (inside("train", FLAT) | {"train.csv": table("file_name,label\n", "train/{0},{1}")},
                                "train", {"labels": "train.csv"}, RIGHT),
     "Kaggle's train.csv": (inside("train", FLAT) | {"train.csv": table("id,label\n", "{0},{1}")}, "train",
@@ -195,9 +195,9 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     "names without suffix": (FLAT | {"x.csv": table("file_name,label\n", "{i:04d},{1}")}, "", {"labels": "x.csv"},
                              ["names no images: its names, such as 0000, are paths with suffix", "has 0000.png"]),
     "anno_train.csv without header": (FLAT | {"anno_train.csv": CARS}, "", {"labels": "anno_train.csv"},
-                                      ["it has the columns 0000.png, 0, 2, 300, 400, 0, not name_column="]),
+                                      ["the columns 0000.png, 0, 2, 300, 400, 0, not file_name and la"]),
     "pandas' index": (FLAT | {"x.csv": table(",fname,kind\n", "{i},{0},{1}")}, "", {"labels": "x.csv"},
-                      ["it has the columns (no name), fname, kind, not name_column="]),
+                      ["it has the columns (no name), fname, kind, not file_name and label: set"]),
     "pandas' index, with columns": (FLAT | {"x.csv": table(",fname,kind\n", "{i},{0},{1}")}, "",
                                     {"labels": "x.csv", "name": "fname", "label": "kind"}, RIGHT),
     "Excel's semicolons": (FLAT | {"x.csv": table("\ufefffile_name;label\n", "{0};{1}")}, "", {"labels": "x.csv"},
@@ -210,11 +210,11 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     "two labels of one image": (FLAT | {"x.csv": f"{HEAD}0.png,a\n0.png,b\n"}, "", BY_CSV, ["gives 0.png two classes"]),
     "two readings of the names": (numbered("0.png", "x/0.png") | {"x/x.csv": f"{HEAD}0.png,a\n"}, "",
                                   {"labels": "x/x.csv"}, ["names two sets of images"]),
-    "latin-1": (FLAT | {"x.csv": f"{HEAD}ä,b\n".encode("latin-1")}, "", BY_CSV, ["x.csv cannot be read ('utf-8'"]),
+    "latin-1": (FLAT | {"x.csv": f"{HEAD}ä,b\n".encode("latin-1")}, "", BY_CSV, ["x.csv cannot be read, as 'utf-8'"]),
     "U+2028 in JSON lines": (FLAT | {"metadata.jsonl": json_lines()}, "", {"labels": "metadata.jsonl"}, RIGHT),
     "U+2028 in CSV": (FLAT | {"x.csv": table("file_name,text,label\n", "{0},a\u2028b,{1}")}, "", BY_CSV, RIGHT),
     "metadata.parquet": (FLAT | {"metadata.parquet": parquet(file_name=[*FLAT], label=[0] * 6)}, "", {},
-                         ["metadata.parquet cannot be read (its suffix is not", "labels=none: 1 class"]),
+                         ["metadata.parquet cannot be read, as its suffix is not", "labels=none: 1 class"]),
     # webdataset and img2dataset.
     ".cls files in tars": ({"0.tar": SAMPLES}, "0.tar", {}, "0 1 2 0 1 2"),
     "unpacked": (SAMPLES, "", {}, "0 1 2 0 1 2"),
@@ -227,7 +227,7 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     "its labels": (IMG2DATASET, "", {"labels": "json"}, RIGHT),
     "its other column": (IMG2DATASET, "", {"labels": "json", "label": "kind"}, ["00000/0.json has no kind"]),
     "its parquet files beside the images": (inside("00000", FLAT) | {"00000.parquet": parquet(key=[1])}, "", {},
-                                            ["labels=folders: 1 class", "00000.parquet cannot be read (its suffix"]),
+                                            ["labels=folders: 1 class", "00000.parquet cannot be read, as its suffix"]),
     "its parquet files beside tars": ({"x/0.tar": SAMPLES, "x/0.parquet": parquet(key=[1])}, "x", {},
                                       ["1 tars and 1 images or parquet files", "/*.tar"]),
     "a set of tars with one missing": ({"x/0.tar": SAMPLES, "x/1.tar": SAMPLES}, "x/{0..2}.tar", {},
