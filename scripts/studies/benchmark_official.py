@@ -29,7 +29,7 @@ from latents.loader import to_latent
 from runtime.command import command
 from runtime.device import DTYPES
 from runtime.schema import Location, one_of
-from scripts import benchmark, clocks
+from scripts import benchmark
 
 FILES = ("dit.py", "edm.py", "routing_module.py", "utils/train_helper.py")
 COMMIT = "fccf77c"
@@ -99,9 +99,9 @@ class OfficialVariant:
 
     def measure(self, count: int) -> dict[str, float]:
         """Returns the seconds of a step."""
-        return clocks.seconds_of_parts(self.accelerator.device, partial(self.take_steps, count), count)
+        return benchmark.seconds_of_parts(self.accelerator.device, partial(self.take_steps, count), count)
 
-    def take_steps(self, count: int, mark: clocks.Mark) -> None:
+    def take_steps(self, count: int, mark: benchmark.Mark) -> None:
         """Takes steps as the official loop does."""
         device = self.accelerator.device
         with torch.compiler.set_stance(self.stance):
@@ -118,30 +118,27 @@ class OfficialVariant:
                 mark("step")
 
 
-def time_both(cfg: OfficialSettings, accelerator: Accelerator) -> list[dict]:
-    """Times whole training steps of all variants, ours and theirs, in turn; `over official` is of the same round."""
+def time_both(cfg: OfficialSettings, accelerator: Accelerator) -> dict:
+    """Times training steps of all variants, ours and theirs, in turn; `over official` is of the same round."""
     official = open_official(cfg.path)
-    variants, took, *_ = benchmark.steps_in_turn(cfg, accelerator, lambda *data: [
+    variants, took, _, products = benchmark.steps_in_turn(cfg, accelerator, lambda *data: [
         kind(cfg, accelerator, name, *data) for name in cfg.variants
         for kind in (benchmark.Variant, partial(OfficialVariant, official))])
     rows = []
     for variant in variants:
-        own = variant.name.removeprefix("official ")
-        ratios = [theirs / ours for theirs, ours in zip(took[f"official {own}"], took[variant.name], strict=True)]
-        per_step = median(took[variant.name])
+        ours, per_step = variant.name.removeprefix("official "), median(took[variant.name])
+        ratios = [one / other for one, other in zip(took[f"official {ours}"], took[variant.name], strict=True)]
         rows.append({"variant": variant.name, "batch": cfg.batch_size, "tokens": cfg.tokens, "parts": {},
                      "images/s": cfg.batch_size / per_step, "s/step": per_step, "over official": median(ratios),
                      "first step s": variant.first_step, "rounds s/step": took[variant.name]})
-    return rows
+    return {"rows": rows, "matmul FLOP/s": products, "official": COMMIT}
 
 
 @command("benchmark_official", OfficialSettings)
 def main(cfg: OfficialSettings) -> None:
-    accelerator, out = benchmark.start(cfg), Path(cfg.out)
-    record = benchmark.describe(cfg, accelerator) | {"rows": time_both(cfg, accelerator), "official": COMMIT}
-    benchmark.write(record, out)
-    print(benchmark.table(record["rows"]))
-    print(f"\n{out}.json")
+    with benchmark.compiled_code_in(cfg.compile_cache):
+        accelerator = benchmark.start(cfg)
+        benchmark.finish(cfg, benchmark.describe(cfg, accelerator) | time_both(cfg, accelerator))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,6 @@
 """The checks of a new machine, on a CPU: that they pass here, and that each finds what it is for."""
 
-import contextlib
 import json
-import os
-import signal
 
 import forked
 import pytest
@@ -11,25 +8,14 @@ import torch
 from conftest import run_command
 
 import train
-from scripts import check_gpu, clocks
-
-
-class Child(forked.Command):
-    """A process of the suite's server in place of a new Python, which would import for seconds."""
-
-    def kill(self):
-        with contextlib.suppress(ProcessLookupError):  # as of subprocess.Popen
-            os.killpg(self.pid, signal.SIGKILL)
-
-    def wait(self):
-        for process in self.processes:
-            process.join()
+from scripts import benchmark, check_gpu
 
 
 @pytest.fixture
 def machine(fresh_accelerator, monkeypatch):
-    monkeypatch.setitem(clocks.SQUARES, "cpu", (32,))
-    monkeypatch.setattr(check_gpu, "start_process", lambda line: Child(*line))
+    monkeypatch.setitem(benchmark.SQUARES, "cpu", (32,))
+    # In place of a new Python, which would import for seconds.
+    monkeypatch.setattr(check_gpu.subprocess, "run", lambda line, **_: forked.run(*line[1:]))
     yield check_gpu.Machine(True, torch.device("cpu"), 0, 1)
     torch.set_float32_matmul_precision("highest")
 
@@ -40,14 +26,13 @@ def test_a_rehearsal_on_a_cpu_passes_and_its_json_has_its_lines(machine, graphs,
     results = {row["check"]: row["result"] for row in rows}
     assert all(f"{row['result']}  {row['check']}: {row['message']}" in printed for row in rows)
     assert {name for name, result in results.items() if result == "PASS"} == {
-        "machine", "step, fp32, eager", "step, fp32, compiled", "step, bf16, eager", "graphs, compiled",
-        "kill and resume", "sampling", "scores",
-        "speed, DiT-S/2", *(f"no wait, {kind}" for kind in check_gpu.KINDS if kind != "fp16")}
+        "machine", "step, fp32, eager", "step, fp32, compiled", "step, bf16, eager", "stop and resume", "sampling",
+        "speed, DiT-S/2", *(f"no wait, {recipe}" for recipe in check_gpu.RECIPES)}, rows
     assert set(results.values()) == {"PASS", "SKIP"} and "0 of" in printed
 
 
 def test_two_ranks_step_like_one_as_replicas_and_sharded(tmp_path):
-    program = ("from scripts import check_gpu as c; names = ('step, fp32, eager', 'FSDP', 'collectives'); "
+    program = ("from scripts import check_gpu as c; names = ('step, fp32, eager', 'FSDP', 'sampling'); "
                "c.CHECKS = {name: c.CHECKS[name] for name in names}; c.main()")
     ended = forked.run("-c", program, "rehearsal=true", f"out={tmp_path}/gpu.json", ranks=2)
     assert ended.returncode == 0, ended.stderr
@@ -69,23 +54,25 @@ def test_a_check_that_raises_fails_with_its_first_line_and_the_others_still_run(
     assert lines[-1] == "1 of 2 checks failed: broken"
 
 
-def test_steps_that_differ_from_the_cpus_fail_with_the_numbers(machine, monkeypatch):
-    monkeypatch.setattr(check_gpu, "train_step", lambda *given, **how: [
-        each * 1.01 for each in train.train_step(*given, **how)])
-    says = r"loss within 1\.0e-02 and gradient norm within 1\.0e-02 of the CPU's \(at most 0\.0001\)"
+@pytest.mark.parametrize(("factor", "says"), [
+    (1.01, r"loss within 1\.0e-02 and gradient norm within 1\.0e-02 of the CPU's \(at most 0\.0001\)"),
+    (float("nan"), "loss within nan"),
+])
+def test_steps_that_differ_from_the_cpus_fail_with_the_numbers(machine, monkeypatch, factor, says):
+    def step(*arguments, **options):
+        loss, norm, skipped, terms = train.train_step(*arguments, **options)
+        return loss * factor, norm * factor, skipped, terms
+
+    monkeypatch.setattr(check_gpu, "train_step", step)
     with pytest.raises(ValueError, match=says):
         check_gpu.check_step(machine, "fp32", "eager")
 
 
-def test_graphs_that_are_compiled_late_fail(machine, graphs, monkeypatch):
-    # No block sees all tokens before the off-ramp.
-    everywhere = {"selection_ratio": 0.5, "start_layer_idx": 0, "end_layer_idx": -1}
-    network = machine.network | {"routes": [everywhere], "depth": 2}
-    seen, recorded = check_gpu.graphs_by_step(machine, True, network, True, 4)
-    assert [count - seen[0] for count in seen] == [0, 1, 1, 1, 1, 2, 2] and recorded == ""
-    monkeypatch.setattr(check_gpu, "graphs_by_step", lambda *_: (seen, ""))
-    with pytest.raises(ValueError, match="dense 1, routed 1, off-ramp 1; 3 compiled after the second step"):
-        check_gpu.check_graphs(machine, "compiled")
+def test_a_resumed_run_that_differs_fails(machine, monkeypatch):
+    losses = iter([dict.fromkeys(range(9), 1.0), {}, dict.fromkeys(range(9), 1.01)])
+    monkeypatch.setattr(check_gpu, "losses_of", lambda *_: next(losses))
+    with pytest.raises(ValueError, match=r"losses of steps 5 to 8 within 1\.0e-02"):
+        check_gpu.check_resuming(machine)
 
 
 def test_without_a_gpu_the_error_names_the_rehearsal(machine):
