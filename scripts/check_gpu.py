@@ -85,7 +85,7 @@ class Machine:
         return NETWORK | (SMALLER if self.rehearsal else {})
 
     def accelerator(self, precision: str, num_parts: int = 1) -> Accelerator:
-        ranks.forget_state()  # whose precision is that of the last check
+        ranks.start_anew({})  # else the precision is that of the last check
         tf32 = precision == "tf32"
         return speed.make_accelerator("fp32" if tf32 else precision, num_parts, tf32, cpu=self.rehearsal)
 

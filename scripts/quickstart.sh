@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From install to images in minutes, on a CPU and without data: installs, writes the built-in shapes as latents, trains
-# a routed DiT on them, scores it, samples a grid with one row per class, and builds a report. Rerun it to resume.
+# a routed DiT on them, scores it, samples a grid with one row per class, and draws the losses. Rerun it to resume.
 #   bash scripts/quickstart.sh [model=dit]
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -22,7 +22,7 @@ if [ ! $reference -nt $data/metadata.json ]; then
 fi
 printf '\n3/3  Trains, and scores the untrained and the trained network: 2 to 4 minutes on two cores.\n'
 python train.py experiment=quickstart model="$model" evaluate.every=1000000 evaluate.reference=$reference
-python scripts/report.py "$run" out="$run"/report
+python scripts/curves.py "$run" --out "$run"/curves.png > /dev/null
 
 python - "$run" <<'PYTHON'
 import json, sys
@@ -42,8 +42,8 @@ Fréchet distance to the training set, of images averaged to 8x8 pixels ({name},
 not comparable between data sets): untrained {untrained:.2f}, trained {trained:.2f}
 
 The pictures:       {max(run.glob("samples/step-*.png"))} (one row a class; those of earlier steps lie in its folder)
+The curves:         {run}/curves.png (loss and score; tensorboard --logdir runs shows them of all runs)
 The numbers:        {run}/metrics.jsonl and results.jsonl
-A page of it all:   {run}/report/index.html, to open in a browser
 Next:
   source .venv/bin/activate
   bash scripts/quickstart.sh model=dit                                    the same without routing

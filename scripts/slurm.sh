@@ -3,9 +3,9 @@
 # and resumes.
 #   sbatch --nodes=2 --gpus-per-node=8 --ntasks-per-node=8 scripts/slurm.sh train.py experiment=tread size=xl2
 #   sbatch --array=1-6 --gpus-per-node=1 scripts/slurm.sh scripts/study.py study=cifar10 'tasks=[train,score]'
-#                                                        one part of the study each; then tasks=[time,report], once.
+#                                                        one part of the study each; then tasks=[report], once.
 #                                                        For lost parts submit the same numbers 1-6 again
-#   sbatch --gpus-per-node=1 scripts/slurm.sh fid.py checkpoint=runs/xl2 reference=ref.npz keep_features=true
+#   sbatch --gpus-per-node=1 scripts/slurm.sh fid.py checkpoint=runs/xl2 reference=ref.npz
 # One task is one process with one GPU. Folders (data, runs, the code) must be the same on all nodes. The options below
 # are defaults: options on sbatch's command line, such as --time, --partition or --account, override them.
 #SBATCH --job-name=tread

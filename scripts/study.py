@@ -44,14 +44,12 @@ from runtime.schema import (
 )
 from sampling.options import SamplingSettings
 from scripts import comparison
+from training.run_folder import tells_runs_apart
 from training.settings import TrainSettings
 from weights import checkpoint as checkpoints
 from weights.records import build_network, build_schedule
 
 Setting = Annotated[str, Field(pattern="=")]  # key=value
-# Settings in which two machines' runs of one variant and seed may differ; the steps are compared apart.
-FREE = ("name", "run_dir", "init_from", "data.path", "data.on_device", "steps", "log", "checkpoint", "samples",
-        "evaluate", "compile", "cpu", "decode_precision", "decode_batch_size", "activation_checkpointing")
 
 
 class Variant(Settings):
@@ -208,7 +206,7 @@ def call(program: str, settings: list[str]) -> None:
 def refuse_other_run(run: Run, where: object, asked: dict, there: dict, step: int) -> None:
     """Raises ValueError for a run that has other settings, or is at a later step, than this study asks for."""
     for key, value in asked.items():
-        if key in there and there[key] != value and not any(f"{key}.".startswith(f"{free}.") for free in FREE):
+        if key in there and there[key] != value and tells_runs_apart(key):
             raise ValueError(f"{where} holds another {run.variant}, seed {run.seed}: {key}={as_text(there[key])} "
                              f"there, {key}={as_text(value)} in this study. Move it away, or give this study another "
                              f"out=.")
