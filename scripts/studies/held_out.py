@@ -63,7 +63,7 @@ def main(parser: argparse.ArgumentParser) -> None:
     count, names = min(latents.count for latents in sets.values()), names_of(next(iter(sets.values())))
     by_folder = {name: losses(trained, *read(latents, count, names)) for name, latents in sets.items()}
     with locked(arguments.out):
-        if trained.step not in [row["step"] for row in read_rows(arguments.out)]:  # as another process may have added it
+        if trained.step not in [row["step"] for row in read_rows(arguments.out)]:  # by another process
             append_row(arguments.out, {"step": trained.step, "images": count, "losses": by_folder})
     print(arguments.checkpoint, by_folder)
 
