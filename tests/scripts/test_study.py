@@ -108,7 +108,7 @@ def test_a_study_trains_scores_and_plots_and_does_nothing_twice(shapes, pixel_re
     assert dense[4] == 2 * dense[2] > routed[4] > 0
     page = (out / "study.md").read_text()
     assert all((out / name).is_file() for name in ("score-over-images.png", "differences.png"))
-    assert "| shapes | fd_pixels | 4 |" in page and f"| dit | {guidance[3]} | 2." in page
+    assert "| shapes | fd_pixels | 4 |" in page and f"| dit | {guidance[3]} | 1.7" in page
     assert "source.weights ema" not in page and "weights ema" in page and page.count("of 1 seed, no verdict") == 4
     before = files()
     study.main.__wrapped__(cfg)
