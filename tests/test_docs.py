@@ -15,17 +15,14 @@ import pytest
 from conftest import ROOT
 
 import sample
-from runtime import typed
+from runtime.command import compose, jobs_of
 from runtime.schema import read
-from scripts import report
 
 PAGES = [*(ROOT / page for page in ("README.md", "CONTRIBUTING.md", "examples/emoji/README.md")),
          *sorted((ROOT / "docs").glob("*.md"))]
-PLAIN_ARGUMENTS = ("scripts/studies/export_features.py", "scripts/studies/held_out.py",
-                   "scripts/studies/recipe_costs.py", "scripts/studies/large_networks.py",
-                   "scripts/studies/imagenette.py", "scripts/studies/score_orders.py",
-                   "examples/emoji/prepare_emoji.py", "scripts/plan.py", "examples/route_diffusers.py",
-                   "examples/custom_block.py", "examples/write_latents.py", "examples/own_decoder.py")
+PLAIN_ARGUMENTS = ("scripts/curves.py", "scripts/studies/export_features.py", "scripts/studies/held_out.py",
+                   "examples/emoji/prepare_emoji.py", "examples/route_diffusers.py", "examples/custom_block.py",
+                   "examples/write_latents.py", "examples/own_decoder.py")
 CODE = [*sorted(ROOT.glob("*.py")), *sorted((ROOT / "scripts").glob("[!_]*.py")),
         *sorted((ROOT / "scripts/studies").glob("[!_]*.py")), *sorted((ROOT / "configs").rglob("*.yaml"))]
 LAUNCHED = re.compile(r"(\w+=\S+ )*(python|accelerate launch|torchrun|timeout|sbatch)( \S+)*? (\S+\.py)\b")
@@ -66,10 +63,8 @@ def composed(line):
     config, declared = {"train.py": "config"}.get(script, Path(script).stem), get_type_hints(entry)["cfg"]
     given = words[words.index(script) + 1 :]
     given = [word for word in given[: given.index("|") if "|" in given else None] if word != "x"]
-    if script == "scripts/report.py":
-        given = report.as_settings(given)
-    jobs = typed.jobs_of(word for word in given if word != "--multirun") if "--multirun" in given else [given]
-    return [read(declared, typed.compose(config, declared, job)) for job in jobs]
+    jobs = jobs_of([word for word in given if word != "--multirun"]) if "--multirun" in given else [given]
+    return [read(declared, compose(config, declared, job)) for job in jobs]
 
 
 @pytest.mark.parametrize("page", [*PAGES, *CODE], ids=lambda page: str(page.relative_to(ROOT)))
