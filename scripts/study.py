@@ -371,7 +371,7 @@ def collect(cfg: StudySettings) -> tuple[dict, dict]:
         for score in run["scores"]:  # of one machine, whichever trained
             score["seconds"] = seconds[run["variant"]] * score["step"] if run["variant"] in seconds else None
     return own, own | {"runs": every, "compare": cfg.study.compare,
-                       "floor": [*floor, *(row for study in studies for row in study["floor"])]}
+                       "floor": [*floor, *(row for study in studies for row in study.get("floor", ()))]}
 
 
 def report(cfg: StudySettings) -> None:

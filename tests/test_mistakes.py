@@ -202,9 +202,10 @@ TYPED = {
         ("model.routes=[]", "chooses routes"),
     ],
     "study": [
-        ("part=0/3", "part=2/6"), ("tasks=[time]", "steps_time=2", "steps_timed"),
+        ("part=0/3", "part=2/6"),
         ("rows=[nowhere.json]", "nowhere.json"), ("only=[dit,nope]", "only names nope"),
-        ("also=[objective=nope]", "variant dit: There is no objective=nope"), ("tasks=[report,plot]", "tasks.1=plot"),
+        ("tasks=[train]", "also=[objective=nope]", "variant dit: There is no objective=nope"),
+        ("tasks=[report,plot]", "tasks.1=plot"),
         ("tasks=[train]", "study.variants.tread.train=[batch_size=x]", "variant tread: batch_size=x"),
         ("study.variants.dit.at_end=[nope]", "study.variants.dit.at_end names nope"),
         ("tasks=[score]", "study.points.cfg=[['scale=x']]", "variant dit: scale=x"),

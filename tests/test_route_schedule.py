@@ -202,12 +202,3 @@ def test_flops_of_a_study_are_those_of_the_steps_that_were_taken(tmp_path):
     cost = [8 * 6 * sum(multiply_adds(net, routes)) for routes in map(build_schedule(net, changes, 3).at, range(4))]
     assert [score["flops"] for score in study.from_disk(run)["scores"]] == [0, cost[0], sum(cost)]
     assert cost[2] == cost[3] == 8 * 6 * sum(multiply_adds(net)) > cost[0]
-
-
-@pytest.mark.parametrize(("settings", "midway"), [
-    ((), False), (("route_schedule=random_ratio",), False), (("route_schedule.selection_ratios=[0.3,0.5]",), False),
-    (("route_schedule=off_ramp",), True), (("route_schedule.dense_after=0.7",), True),
-    (("route_schedule.dense_before=9",), True),
-])
-def test_a_study_times_no_variant_whose_steps_differ(settings, midway):
-    assert study.changes_route(run_of("model=tread", *settings)) == midway
