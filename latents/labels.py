@@ -209,7 +209,7 @@ def only_way(source: str | Path, listing: Listing, names: list[str], columns: Co
         return "folders"
     if depths == {0} and beside == ["cls"] and not files:
         return "cls"
-    folders = [] if 0 in depths else ["folders"] if depths == {1} else ["folders", "parents"]
+    folders = [] if depths == {0} else ["folders"] if depths == {1} else ["folders", "parents"]
     heads = {head_of(name) for name in names}
     ways = (*folders, *beside, *["names"] * (None not in heads and len(heads) > 1), *files[:3], "none")
     raise ValueError(f"source={source} may be labelled in several ways, so set one: "

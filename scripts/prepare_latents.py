@@ -158,8 +158,10 @@ def check_settings(cfg: PrepareSettings, cli_overrides: Mapping[str, str]) -> Pr
     is_shapes = cfg.source == "shapes"
     autoencoder = cfg.autoencoder or ("identity" if is_shapes else "sd_vae_ema")
     kind = cfg.kind or ("sample" if autoencoders.samples_only(autoencoder) else "moments")
+    if is_shapes and cfg.labels is not None:
+        raise ValueError(f"labels={cfg.labels} would change nothing, because source=shapes has classes of its own.")
     if is_shapes:
-        refuse(cli_overrides, "labels", "image_column", "name_column", "label_column", why="source=shapes has classes")
+        refuse(cli_overrides, "image_column", "name_column", "label_column", why="source=shapes has no columns")
     else:
         refuse(cli_overrides, "shapes", why="only source=shapes reads it")
     if cfg.teacher is None:

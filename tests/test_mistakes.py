@@ -177,8 +177,8 @@ TYPED = {
                                   "out=new"), ("source=empty", "empty"), ("kind=mean", "kind=mean"),
         ("autoencoder=vqgan", "vqgan"),
         ("out=images.npz", "images.npz"), ("out=pets", "pets"), ("out=latents", "latents"),
-        ("labels=folder", "folders, none, names"), ("source=shapes", "labels=none", "labels=none"),
-        ("labels=names", "labels=names labels none of the 2 images"), ("source=pets.zip/cat", "cat"),
+        ("labels=folder", "nor one of folders, parents, names"), ("source=shapes", "labels=none", "labels=none"),
+        ("labels=names", "labels=names has no class for 2 of the 2 images"), ("source=pets.zip/cat", "cat"),
         ("source=shapes", "shapes.count=5", "shapes.count=5"), ("source=pets.tar.gz", "decompress"),
         ("teacher=vit_smal", "vit_smal"), ("teacher=no.pt", "no.pt"),
         ("teacher=efficientnet_lite0", "patch_size=3", "3"),
@@ -242,7 +242,7 @@ SPOILT = {
     # images
     ("prepare_latents", "source", "pets"): [(lambda path: shutil.copy(path / "ant/0.png", path), "0.png")],
     ("prepare_latents", "source", "pets.zip"): [(cut(), "pets.zip")],
-    ("prepare_latents", "labels", "map.json"): [(as_it_is, "labels none of the 2 images")],
+    ("prepare_latents", "labels", "map.json"): [(as_it_is, "is not EDM's")],
     ("prepare_latents", "label_map", "map.json"): [
         (put("", '{"ant": 0}'), "bee"), (put("", '{"ant": 0, "bee": 2}'), "0 to 1"),
     ],

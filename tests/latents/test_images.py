@@ -119,7 +119,7 @@ def test_a_source_that_holds_no_images_is_refused(tmp_path, name, content, words
 def test_what_is_not_read_is_counted_and_nested_archives_get_the_command(tmp_path):
     source = open_source(put(tmp_path, PETS | {"more.zip": b"", "cat/a.txt": "", ".cache/x.png": b""}))
     assert dict(source.left_out) == {
-        ".cache/x.png": "does not look like an image", "cat/a.txt": "does not look like an image",
+        ".cache/x.png": "is a hidden or system file", "cat/a.txt": "does not look like an image",
         "more.zip": "is an archive: unpack it, as in tar xf <tar> -C <new folder>, or unzip -d <new folder> <zip>"}
 
 

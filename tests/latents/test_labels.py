@@ -148,6 +148,8 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
                                               "__MACOSX/cat/._0.png": b""}, "", {}, "cat dog"),
     "images beside class folders": (numbered("cat/0.png", "1.png", "dog/2.png"), "", {"labels": "folders"},
                                     ["no class for 1 of the 3 images, such as 1.png", "labels=none"]),
+    "images beside class folders, unset": (numbered("cat/0.png", "1.png", "dog/2.png"), "", {}, [
+        "labels=folders has no class for 1 of the 3 images, such as 1.png: ", "labels=none: 1 class (all); or"]),
     "a flat folder": (FLAT, "", {}, ["set one: labels=none: 1 class (all); or labels=<file>.csv, as in docs/data.md."]),
     "a flat folder, as typed": (FLAT, "", {"labels": "none"}, "all all all all all all"),
     "one folder": (numbered("jpg/0.png", "jpg/1.png"), "", {}, ["labels=folders: 1 class (jpg); labels=none"]),
@@ -207,6 +209,9 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     "pandas' floats": (FLAT | {"x.csv": table(HEAD, "{0},{i}.0")}, "", BY_CSV, ["the label 0.0: number classes 0, 1"]),
     "-1 for no class": (FLAT | {"x.csv": table(HEAD, "{0},-1")}, "", BY_CSV, ["the label -1"]),
     "images without a label": (FLAT | {"x.csv": table(HEAD, "{0},")}, "", BY_CSV, ["no class for 6 of the 6 images"]),
+    "a stray quote": (FLAT | {"x.csv": table(HEAD, '{0},"{1}')}, "", BY_CSV, ["x.csv cannot be read, as "]),
+    "a comma in quotes": (FLAT | {"x.csv": table(HEAD, '{0},"{1}, big"')}, "", BY_CSV,
+                          "cat, big dog, big owl, big cat, big dog, big owl, big"),
     "two labels of one image": (FLAT | {"x.csv": f"{HEAD}0.png,a\n0.png,b\n"}, "", BY_CSV, ["gives 0.png two classes"]),
     "two readings of the names": (numbered("0.png", "x/0.png") | {"x/x.csv": f"{HEAD}0.png,a\n"}, "",
                                   {"labels": "x/x.csv"}, ["names two sets of images"]),
