@@ -9,7 +9,7 @@ import signal
 import forked
 import pytest
 from conftest import PATIENCE
-from training_runs import assert_same_end, rows, start, train, train_here, wait_until
+from training_runs import assert_same_end, killed, rows, start, train, train_here, wait_until
 
 from runtime import files
 from training.run_folder import changed_settings, check_resumable, discard_after
@@ -240,7 +240,6 @@ def test_compiled_training_resumes_bit_identical_and_compiles_once(shapes, tmp_p
     result = train_here(tmp_path / "whole", shapes, "steps=4", *options)
     assert result.returncode == 0 and graphs.frame_count == 2, result.stderr
     assert not any("_orig_mod" in key for key in checkpoints.load(checkpoints.latest(tmp_path / "whole"), "model"))
-    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
-    shutil.rmtree(tmp_path / "parts/checkpoints/step-00000004")  # as if killed after step 2
+    killed(tmp_path / "whole", 2, tmp_path / "parts")
     assert "resuming step-00000002" in train_here(tmp_path / "parts", shapes, "steps=4", *options).stdout
     assert_same_end(tmp_path / "parts", tmp_path / "whole")

@@ -2,7 +2,6 @@
 asks for its step's.
 """
 
-import shutil
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -14,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_sharding import all_well, assert_same_losses, on_ranks
 from test_study import run_of
-from training_runs import assert_same_end, command
+from training_runs import assert_same_end, command, killed
 
 import train
 from dit import multiply_adds
@@ -51,15 +50,6 @@ def ratios_of(schedule, steps):
 def trained(folder, data, *settings):
     return training_runs.trained(folder, data, "log.every=1", "checkpoint.every=1", "checkpoint.keep_last=9", "steps=6",
                                  *settings)
-
-
-def killed(run, step, folder):
-    """Copies a run to another folder as it was when it was killed after `step`."""
-    shutil.copytree(run, folder)
-    for later in checkpoints.all_steps(folder):
-        if int(later.name.removeprefix("step-")) > step:
-            shutil.rmtree(later)
-    return folder
 
 
 # ---- what a step takes ----------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -54,16 +55,27 @@ def trained(run, data, *overrides) -> str:
     return result.stdout
 
 
-def assert_resumes(place: Path, data, *overrides, stops=(2,), end: int = 4) -> str:
-    """Trains `whole` in a folder at once and `parts` with stops after steps; both must be equal to the last bit.
+def assert_resumes(place: Path, data, *overrides, stop: int = 2, end: int = 4) -> str:
+    """Trains `whole` in a folder, and `parts` from a copy killed after a step; both must be equal to the last bit.
 
     Returns what the last command has printed.
     """
-    trained(place / "whole", data, *overrides, f"steps={end}")
-    for step in (*stops, end):
-        printed = trained(place / "parts", data, *overrides, f"steps={step}")
+    often = ("checkpoint.every=1", "checkpoint.keep_last=9", f"steps={end}")
+    trained(place / "whole", data, *overrides, *often)
+    killed(place / "whole", stop, place / "parts")
+    printed = trained(place / "parts", data, *overrides, *often)
+    assert f"resuming step-{stop:08d}" in printed
     assert_same_end(place / "parts", place / "whole")
     return printed
+
+
+def killed(run: Path, step: int, folder: Path) -> Path:
+    """Copies a run to another folder as it was when it was killed after `step`."""
+    shutil.copytree(run, folder)
+    for later in checkpoints.all_steps(folder):
+        if checkpoints.step_of(later) > step:
+            shutil.rmtree(later)
+    return folder
 
 
 def end_of(run: Path) -> dict[str, dict[str, torch.Tensor]]:
