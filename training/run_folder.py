@@ -212,7 +212,8 @@ def restore(run: Run, folder: Path, content: dict) -> None:
     if meta.step > cfg.steps:
         raise ValueError(f"{run.folder} has taken {meta.step} steps already, more than steps={cfg.steps}: raise "
                          f"steps, or start another run with name=<another>.")
-    if meta.step == cfg.steps and (others := [text for key, text in changes.items() if key != "world"]):
+    others = [text for key, text in changes.items() if key not in ("world", "steps")]
+    if meta.step == cfg.steps and others:
         raise ValueError(f"{run.folder} has finished its {meta.step} steps with other settings: {'; '.join(others)}. "
                          f"Train with these under another name=<name> or run_dir=<folder>, or continue that run with "
                          f"a larger steps=.")
