@@ -125,10 +125,7 @@ def display_names(class_names: list[str], words: str | None) -> list[str] | None
     """Returns class names for people, from a file of `<class name> <display name>, <synonym>, ...` lines."""
     if words is None:
         return None
-    try:
-        lines = Path(words).read_text("utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"words={words} is not UTF-8 ({error}): save it as that.") from None
+    lines = Path(words).read_text("utf-8-sig").split("\n")
     pairs = [line.split("\t" if "\t" in line else None, 1) for line in lines]
     display = {pair[0]: pair[1].split(",")[0].strip() for pair in pairs if len(pair) == 2}
     if display.keys().isdisjoint(class_names):
@@ -142,8 +139,7 @@ def apply_label_map(source: ImageSource, label_map: str) -> None:
     if sorted(map(str, index_of.values())) != sorted(map(str, range(len(index_of)))):
         raise ValueError(f"label_map={label_map} must use each index from 0 to {len(index_of) - 1} once for its "
                          f"{len(index_of)} classes.")
-    missing = [name for name in source.class_names if name not in index_of]
-    if missing:
+    if missing := [name for name in source.class_names if name not in index_of]:
         raise ValueError(f"label_map={label_map} lacks {len(missing)} of the source's {len(source.class_names)} "
                          f"classes: {', '.join(missing[:8])}.")
     source.labels = np.array([index_of[name] for name in source.class_names], dtype=np.int64)[source.labels]
@@ -184,10 +180,10 @@ def main(cfg: PrepareSettings) -> None:
     if cfg.label_map is not None:
         apply_label_map(source, cfg.label_map)
     shown = display_names(source.class_names, cfg.words)
-    classes, empty = len(source.class_names), len(source.class_names) - len(np.unique(source.labels))
-    state.print(f"{cfg.source}: {len(source):,} images in {classes} {'class' if classes == 1 else 'classes'} "
-                f"({a_few(source.class_names)}){f', {empty} of them without images' if empty else ''}, "
-                f"{len(source.left_out)} other {'file' if len(source.left_out) == 1 else 'files'}")
+    names, present = source.class_names, len(np.unique(source.labels))
+    without = f", {len(names) - present} of them without images" if present < len(names) else ""
+    state.print(f"{cfg.source}: {len(source):,} images, classes: {len(names)} ({a_few(names)}){without}, "
+                f"other files: {len(source.left_out)}")
 
     settings = dict(resolution=resolution, autoencoder=autoencoder, kind=kind, mirror=cfg.mirror, seed=cfg.seed,
                     precision=cfg.precision, shard_size=cfg.shard_size, tf32=cfg.tf32, fingerprint=source.fingerprint(),
@@ -232,8 +228,8 @@ def main(cfg: PrepareSettings) -> None:
         "num_classes": len(source.class_names), "class_names": source.class_names, "autoencoder": autoencoder,
         **vae.convention.record(), "resolution": resolution, "source": cfg.source, "precision": cfg.precision,
         **describe_device(state.device),
-    } | ({} if cfg.labels is None else {"labels": cfg.labels})
-    metadata |= ({} if shown is None else {"display_names": shown}) | ({"arrays": arrays} if arrays else {})
+    } | ({"labels": cfg.labels} if cfg.labels else {})
+    metadata |= ({"display_names": shown} if shown else {}) | ({"arrays": arrays} if arrays else {})
     write_folder(out, settings, metadata, (vae.channels * (2 if kind == "moments" else 1), side, side), len(source),
                  shard_size=cfg.shard_size, batch_size=cfg.batch_size, threads=cfg.num_workers, state=state,
                  read=lambda indices: decode_batch(source, indices, resolution), encode=encode,

@@ -19,8 +19,10 @@ from conftest import ROOT, save_vae
 from omegaconf import OmegaConf
 from PIL import Image
 from spoils import refused
+from test_labels import parquet
 
 from latents.folder import open_latents
+from latents.images import ImageSource
 from runtime.files import lock_folder, sha256
 from runtime.schema import CONFIGS
 from scripts import prepare_latents as script
@@ -203,9 +205,8 @@ def test_a_label_map_and_words_for_people_are_honoured(pets, tmp_path, written):
     assert metadata["class_names"] == names and metadata["num_classes"] == 11
     assert arrays["labels"].tolist() == [10] * 4 + [2] * 3 + [0] * 3
     assert open_latents(tmp_path / "out").display_names == ["großer Emu", *names[1:-1], "Felis catus"]
-    for content, words in ("cat große Katze\n", "is not UTF-8"), ("yak Bos\n", "names none of the source's classes"):
-        (tmp_path / "words.txt").write_bytes(content.encode("latin-1"))
-        refused(lambda: prepare(pets, tmp_path / "new", words=str(tmp_path / "words.txt")), "words.txt", words)
+    (tmp_path / "words.txt").write_text("yak Bos\n")
+    refused(lambda: prepare(pets, tmp_path / "new", words=str(tmp_path / "words.txt")), "words.txt names none of the")
 
 
 def test_labels_of_a_file_are_prepared_and_classes_without_images_are_counted(pets, tmp_path, capsys):
@@ -216,7 +217,7 @@ def test_labels_of_a_file_are_prepared_and_classes_without_images_are_counted(pe
     metadata, arrays = read_folder(tmp_path / "out")
     assert metadata["class_names"] == ["even", "odd", "prime"] and arrays["labels"].tolist() == [0, 1] * 5
     assert metadata["unreadable"] == [] and metadata["labels"] == str(tmp_path / "labels.csv")
-    assert "10 images in 3 classes (even, odd, prime), 1 of them without images, 0 other" in capsys.readouterr().out
+    assert "10 images, classes: 3 (even, odd, prime), 1 of them without images, other" in capsys.readouterr().out
     refused(lambda: prepare(pets, tmp_path / "out", labels="none"), "the content of the source has changed")
 
 
@@ -258,6 +259,29 @@ def test_a_finished_folder_is_left_alone_and_other_settings_are_refused(pets, tm
 
 
 # ---- kills, ranks, two processes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["folder", "parquet"])
+def test_a_preparation_that_was_stopped_ends_in_the_same_bytes(form, pets, tmp_path, monkeypatch):
+    source = pets
+    if form == "parquet":
+        source = tmp_path / "pets.parquet"
+        images = [{"bytes": file.read_bytes(), "path": file.name} for file in sorted(pets.rglob("*.png"))]
+        source.write_bytes(parquet(image=images, label=["cat"] * 4 + ["dog"] * 3 + ["emu"] * 3))
+
+    def stop(self, index, resolution, pixels=ImageSource.pixels):
+        if index == 7:
+            raise KeyboardInterrupt
+        return pixels(self, index, resolution)
+
+    settings = {"shard_size": 2, "batch_size": 2, "num_workers": 1}
+    prepare(source, tmp_path / "once", **settings)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(ImageSource, "pixels", stop)
+        prepare(source, tmp_path / "stopped", **settings)
+    assert not (tmp_path / "stopped/metadata.json").exists() and list((tmp_path / "stopped").glob("record-*"))
+    prepare(source, tmp_path / "stopped", **settings)
+    assert same_folder(tmp_path / "once", tmp_path / "stopped")
 
 
 def test_leftovers_of_kills_are_swept_and_files_of_others_are_not(pets, tmp_path):
