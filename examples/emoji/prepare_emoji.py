@@ -37,10 +37,10 @@ def read_package(path: Path, skin_tones: bool, classes: dict[str, dict[str, list
     An emoji's key is its code points without a skin tone. Raises ValueError for a file that is not such a package.
     """
     with tarfile.open(path) as package:
-        files = {found: package.extractfile(member).read() for member in package
-                 if (found := MEMBER.fullmatch(member.name)) and member.isfile()}
-    images = {(found[1], found[2]): content for found, content in files.items() if found[2]}
-    described = next((content for found, content in files.items() if not found[2]), None)
+        files = {match: package.extractfile(member).read() for member in package
+                 if (match := MEMBER.fullmatch(member.name)) and member.isfile()}
+    images = {(match[1], match[2]): content for match, content in files.items() if match[2]}
+    described = next((content for match, content in files.items() if not match[2]), None)
     if not images or described is None:
         raise ValueError("it has no package/emoji.json or no package/img/<maker>/64/*.png. Use a file that `npm pack "
                          "emoji-datasource-google@16.0.0` writes.")
@@ -64,12 +64,12 @@ def on_white(png: bytes) -> bytes:
 
 def split(classes: dict[str, dict[str, list]]) -> tuple[list, list]:
     """Holds out every tenth emoji of a class, from all makers and in all tones, unless a kept image looks the same."""
-    kept, held = [], []
+    kept, held_out = [], []
     for emoji in classes.values():
         for place, name in enumerate(sorted(emoji), start=1):
-            (kept if place % EVERY else held).extend(sorted(emoji[name]))
+            (kept if place % EVERY else held_out).extend(sorted(emoji[name]))
     seen = {pixel_hash(content) for _, content in kept}
-    return kept, [(name, content) for name, content in held if pixel_hash(content) not in seen]
+    return kept, [(name, content) for name, content in held_out if pixel_hash(content) not in seen]
 
 
 def pixel_hash(png: bytes) -> str:
@@ -102,9 +102,9 @@ def main(parser: argparse.ArgumentParser) -> None:
             read_package(package, args.skin_tones, classes)
         except (OSError, ValueError, EOFError, tarfile.TarError) as error:
             raise ValueError(f"{package}: {first_line(error)}") from None
-    kept, held = split(classes)
+    kept, held_out = split(classes)
     if args.held_out:
-        write_zip(args.held_out, held)
+        write_zip(args.held_out, held_out)
     else:
         kept = [picture for emoji in classes.values() for pictures in emoji.values() for picture in pictures]
     write_zip(args.out, sorted(kept))
