@@ -148,8 +148,8 @@ def read_label_file(file: str, listing: Listing, columns: Columns) -> dict[str, 
         else:
             raise ValueError("its suffix is not .json, .csv or .jsonl: write a .csv, as docs/data.md shows")
         for name, label in pairs or ():
-            if rows.setdefault(name, label) != label:
-                raise ValueError(f"it gives {name} two classes")
+            if not isinstance(name, str) or rows.setdefault(name, label) != label:
+                raise ValueError(f"it gives {name} two classes" if isinstance(name, str) else f"the name {name} is no text")
     except (ValueError, csv.Error) as error:
         raise ValueError(f"labels={file} cannot be read, as {first_line(error)}.") from error
     except (LookupError, TypeError, AttributeError) as error:

@@ -216,6 +216,7 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     "two readings of the names": (numbered("0.png", "x/0.png") | {"x/x.csv": f"{HEAD}0.png,a\n"}, "",
                                   {"labels": "x/x.csv"}, ["names two sets of images"]),
     "latin-1": (FLAT | {"x.csv": f"{HEAD}ä,b\n".encode("latin-1")}, "", BY_CSV, ["x.csv cannot be read, as 'utf-8'"]),
+    "numbers as names": (FLAT | {"x.jsonl": '{"file_name": 3, "label": 0}'}, "", {"labels": "x.jsonl"}, ["name 3 is no"]),
     "U+2028 in JSON lines": (FLAT | {"metadata.jsonl": json_lines()}, "", {"labels": "metadata.jsonl"}, RIGHT),
     "U+2028 in CSV": (FLAT | {"x.csv": table("file_name,text,label\n", "{0},a\u2028b,{1}")}, "", BY_CSV, RIGHT),
     "metadata.parquet": (FLAT | {"metadata.parquet": parquet(file_name=[*FLAT], label=[0] * 6)}, "", {},
