@@ -10,6 +10,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 import fid
+from blocks.transformer import rotary_angles
 from dit import DiT_models
 from guidance import Guidance
 from runtime.schema import read
@@ -64,7 +65,8 @@ def small_weights(gauge, path):
     state = net.state_dict()
     if "lightning" in gauge:
         state = {f"module.{name}": value for name, value in state.items()}
-        state["module.feat_rope.freqs_cos"] = torch.zeros(16, 16)
+        angles = rotary_angles(torch.arange(16).unsqueeze(0), 4, 16)[0, 0].repeat_interleave(2, dim=-1)
+        state |= {"module.feat_rope.freqs_cos": angles.cos(), "module.feat_rope.freqs_sin": angles.sin()}
     if "repa" in gauge:
         state |= {f"projectors.0.{i}.weight": torch.zeros(4, 4) for i in (0, 2, 4)}
     torch.save({"ema": state} if "lightning" in gauge or "repa" in gauge else state, path)
