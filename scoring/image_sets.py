@@ -129,7 +129,7 @@ def open_array(key: str, path: str) -> StoredImages:
     if dtype != np.uint8 or fortran or len(shape) != 4 or shape[3] != 3 or min(shape) < 1:
         what = ("Python objects as a pickle, which can run code and is never loaded" if dtype.hasobject else
                 f"an array of {dtype} {shape}")
-        raise ValueError(f"{key}={path} holds {what}: save images as uint8 (N, H, W, 3) in C order.")
+        raise ValueError(f"{key}={path} holds {what}; images are uint8 (N, H, W, 3) in C order.")
 
     def read(indices: np.ndarray) -> Tensor:
         pixels = bytearray()

@@ -137,7 +137,7 @@ PICKLES = {  # where one is: what writes it in a folder, what reads it there, wh
                   f"it is damaged, or holds pickled Python objects, {NEVER}"),
     **{f"images {i}": (lambda at, value=value: np.save(at / "x.npy", np.array(value)),
                        lambda at: open_images(one_rank(), "reference", str(at / "x.npy")),
-                       "x.npy holds Python objects as a pickle, which can run code and is never loaded: save images")
+                       "x.npy holds Python objects as a pickle, which can run code and is never loaded; images")
        for i, value in enumerate(({"mu": Harm()}, [Harm(), None]))},
     **{f"Hydra's run {option}": (lambda at: (at / "x.pkl").write_bytes(pickle.dumps(Harm())),
                                  lambda at, option=option: parse_options([option]),

@@ -80,7 +80,7 @@ REPORTS = [
                      reference=saved(at / "b.npz", REAL, np.arange(60))), {"fd_pixels": EXACT}),
     ("openai/improved-diffusion#106", "images as floats in [0, 1]",
      lambda at: dict(images=saved(at / "a.npz", OTHER.float() / 255), reference=saved(at / "b.npz", REAL)),
-     r"a.npz holds an array of float32 \(37, 16, 16, 3\): save images as uint8"),
+     r"a.npz holds an array of float32 \(37, 16, 16, 3\); images are uint8"),
     ("mseitzer/pytorch-fid, --save-stats", "statistics in the place of images",
      lambda at: dict(images=saved(at / "a.npz", mu=np.zeros(192), sigma=np.eye(192)),
                      reference=saved(at / "b.npz", REAL)),
