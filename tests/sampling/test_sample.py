@@ -82,14 +82,14 @@ def test_grids_of_other_settings_lie_side_by_side_and_none_replaces_a_picture_of
         sample(folder, None, "seeds=0-3")
 
 
-@pytest.mark.parametrize(("text", "name"), [
+@pytest.mark.parametrize(("changes", "name"), [
     ({}, ""), ({"scale": 2.0}, "-scale2.0"), ({"sampler": {"solver": "heun"}}, "-solverheun"),
     ({"weak": "runs/x"}, "-weakruns+x"), ({"weak": "/a/long/path/of/checkpoints/step-1"}, "-weak5e875e69"),
     ({"interval": [0.2, 0.9], "scale": 1.5}, "-interval0.2+0.9-scale1.5"),
 ])
-def test_a_file_is_named_by_the_settings_that_are_not_the_usual_ones(text, name):
+def test_a_file_is_named_by_the_settings_that_are_not_the_usual_ones(changes, name):
     usual = {"scale": None, "sampler": {"solver": None}, "weak": None, "interval": None, "more": 1}
-    assert name_of_changes(text, usual) == name
+    assert name_of_changes(changes, usual) == name
 
 
 def test_seeds_and_classes_are_read_as_people_write_them():
