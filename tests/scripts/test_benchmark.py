@@ -94,11 +94,11 @@ def test_a_missing_gpu_raises_a_one_line_error(tmp_path):
         run(tmp_path, "device=cuda")
 
 
-def test_the_pages_flop_ratios_at_256_tokens_are_those_that_are_counted():
+def test_the_pages_flop_ratios_of_mamba_and_rwkv_are_those_that_are_counted():
     page = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
     [columns] = re.findall(r"^\| tokens \| (S/2, .*) \|$", page, re.M)
     [ratios] = re.findall(r"^\| 256 \| (1\.[\d. |]*) \|$", page, re.M)
-    for column, ratio in zip(columns.split(" | "), ratios.split(" | "), strict=True):
+    for column, ratio in [*zip(columns.split(" | "), ratios.split(" | "), strict=True)][-2:]:  # DiT: test_configs
         name, start, end = re.fullmatch(r"(\S+), (\d+)→(\d+)", column).groups()
         network = DiT_models[name if "-" in name else f"DiT-{name}"].keywords
         route = {"start_layer_idx": int(start), "end_layer_idx": int(end), "selection_ratio": 0.5}
