@@ -182,10 +182,10 @@ def page(result: dict) -> str:
     lines += [f"* {run['variant']}, seed {run['seed']}: not finished, {run['step']} of {run['steps'] or '?'} steps."
               for run in result["runs"] if run["step"] < (run.get("steps") or math.inf)]
     lines += notes_on_pairs(result, groups)
-    lines += ["", "Mean ± standard deviation over seeds (of n − 1), n seeds; lower is better. Verdicts, with the 95 % "
-              "t interval on the mean difference, and equal seconds and FLOPs: docs/training.md, Comparing variants."]
+    lines += ["", "Mean ± standard deviation over seeds (of n − 1), n seeds; lower is better. Verdicts are by the 95 % "
+              "t interval of the paired differences. Between two scores, values are interpolated on a log scale."]
     if groups:
-        lines += [f"Held fixed in all tables: {described(common_facts(groups))}.", *score_tables(groups)]
+        lines += ["", f"Held fixed in all tables: {described(common_facts(groups))}.", *score_tables(groups)]
     floor = [[row["images"], row["metric"], f"{row['num_samples']:,}", with_variety([row])] for row in result["floor"]]
     lines += section("Real images, the floor", ["images", "metric", "number", "score"], floor)
     return "\n".join([*lines, *held_out_losses(result), *differences(result, groups)]) + "\n"
@@ -269,50 +269,55 @@ def most_scored(result: dict) -> list[tuple[tuple[str, str], Measure, Curves, Cu
 
 
 def draw_figures(result: dict, out: Path) -> list[Path]:
-    """Draws score against images, seconds and FLOPs: a panel per pair, with mean and deviation over shared seeds."""
-    groups, paths = by_measure(result["runs"]), []
-    for axis, label in AXES.items():
-        panels = [each for each in most_scored(result) if compared(*each[2:], axis)]
-        path = out / f"score-over-{axis}.png"
-        if not panels:
-            path.unlink(missing_ok=True)  # of an earlier report
-            continue
-        columns = min(len(panels), 3)
-        rows = math.ceil(len(panels) / columns)
-        size = (7, 4.5) if len(panels) == 1 else (4.2 * columns, 3.2 * rows)
-        figure = Figure(figsize=size, layout="constrained", dpi=110)
-        figure.suptitle(f"{result['name']}: mean over n seeds ± standard deviation")
-        figure.supxlabel(label)
-        figure.supylabel("distance, lower is better")
-        for number, (pair, measure, *sides) in enumerate(panels, 1):
-            plot, seeds = figure.add_subplot(rows, columns, number), pairable(*sides)
-            for variant, curves in zip(pair, sides, strict=True):
-                steps = [step for step, score in curves[seeds[0]].items()
-                         if score.get(axis) and all(step in curves[seed] for seed in seeds)]
-                x = [curves[seeds[0]][step][axis] for step in steps]
-                values = np.array([[curves[seed][step]["value"] for seed in seeds] for step in steps])
-                mean, spread = values.mean(1), values.std(1, ddof=1) if len(seeds) > 1 else 0
-                [line] = plot.plot(x, mean, marker="o", label=variant)
-                plot.fill_between(x, mean - spread, mean + spread, color=line.get_color(), alpha=0.2)
-            plot.set(xscale="log")
-            plot.set_title(f"{title(measure, groups)}, n={len(seeds)}", fontsize="small")
-            plot.xaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 4, 6)))
-            plot.xaxis.set(major_formatter=EngFormatter(sep=""), minor_formatter=NullFormatter())
-            plot.legend(fontsize="small")
-        save_figure(figure, path)
-        paths.append(path)
-    return paths
+    """Draws score against images, seconds and FLOPs, and differences; removes an earlier report's where none are."""
+    figures = {f"score-over-{axis}.png": draw_scores(result, axis) for axis in AXES}
+    figures["differences.png"] = draw_differences(result)
+    for name, figure in figures.items():
+        if figure is None:
+            (out / name).unlink(missing_ok=True)
+        else:
+            save_figure(figure, out / name)
+    return [out / name for name, figure in figures.items() if figure]
 
 
-def draw_differences(result: dict, path: Path) -> list[Path]:
+def draw_scores(result: dict, axis: str) -> Figure | None:
+    """Draws score against an axis: a panel per pair, with mean and deviation over shared seeds; None without pairs."""
+    panels, groups = [each for each in most_scored(result) if compared(*each[2:], axis)], by_measure(result["runs"])
+    if not panels:
+        return None
+    columns = min(len(panels), 3)
+    rows = math.ceil(len(panels) / columns)
+    size = (7, 4.5) if len(panels) == 1 else (4.2 * columns, 3.2 * rows)
+    figure = Figure(figsize=size, layout="constrained", dpi=110)
+    figure.suptitle(f"{result['name']}: mean over n seeds ± standard deviation")
+    figure.supxlabel(AXES[axis])
+    figure.supylabel("distance, lower is better")
+    for number, (pair, measure, *sides) in enumerate(panels, 1):
+        plot, seeds = figure.add_subplot(rows, columns, number), pairable(*sides)
+        for variant, curves in zip(pair, sides, strict=True):
+            steps = [step for step, score in curves[seeds[0]].items()
+                     if score.get(axis) and all(step in curves[seed] for seed in seeds)]
+            x = [curves[seeds[0]][step][axis] for step in steps]
+            values = np.array([[curves[seed][step]["value"] for seed in seeds] for step in steps])
+            mean, spread = values.mean(1), values.std(1, ddof=1) if len(seeds) > 1 else 0
+            [line] = plot.plot(x, mean, marker="o", label=variant)
+            plot.fill_between(x, mean - spread, mean + spread, color=line.get_color(), alpha=0.2)
+        plot.set(xscale="log")
+        plot.set_title(f"{title(measure, groups)}, n={len(seeds)}", fontsize="small")
+        plot.xaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 4, 6)))
+        plot.xaxis.set(major_formatter=EngFormatter(sep=""), minor_formatter=NullFormatter())
+        plot.legend(fontsize="small")
+    return figure
+
+
+def draw_differences(result: dict) -> Figure | None:
     """Draws the difference of each pair, with its interval if it has one: a panel per axis, a row per place."""
     panels = {axis: [(" − ".join(reversed(pair)), place, paired(by_seed.values()))
                      for pair, _, *sides in most_scored(result) for place, by_seed in compared(*sides, axis)]
               for axis in AXES}
     panels = {axis: rows for axis, rows in panels.items() if rows}
     if not panels:
-        path.unlink(missing_ok=True)  # of an earlier report
-        return []
+        return None
     height = max(map(len, panels.values()))
     figure = Figure(figsize=(4.8 * len(panels), 1.6 + 0.16 * height), layout="constrained", dpi=110)
     figure.suptitle("mean difference of distances; below 0 the first is better\n"
@@ -330,5 +335,4 @@ def draw_differences(result: dict, path: Path) -> list[Path]:
                   for above, (name, place, _) in zip(names, rows, strict=False)]
         plot.set_yticks(range(len(rows)), labels, fontsize=7)
         plot.set_ylim(height - 0.5, -0.5)
-    save_figure(figure, path)
-    return [path]
+    return figure

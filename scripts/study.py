@@ -381,8 +381,7 @@ def report(cfg: StudySettings) -> None:
     if own["runs"]:
         write_text(out / "study.json", json.dumps(own, indent=1) + "\n")
     write_text(out / "study.md", page)
-    figures = [*comparison.draw_figures(shown, out), *comparison.draw_differences(shown, out / "differences.png")]
-    print(page, out / "study.md", *figures, sep="\n")
+    print(page, out / "study.md", *comparison.draw_figures(shown, out), sep="\n")
 
 
 @command("study", StudySettings)

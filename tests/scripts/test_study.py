@@ -310,13 +310,11 @@ def test_a_straight_learning_curve_is_neither_above_nor_below_its_own_points():
 
 def test_curves_and_differences_are_drawn_of_the_seeds_that_both_variants_have(tmp_path):
     runs = [*(of("a", seed, (8, 5.0), (16, 4.0 + seed)) for seed in (0, 1)), of("b", 1, (8, 4.0)), of("b", 2, (8, 4.0))]
-    paths = [*comparison.draw_figures(result_of(*runs), tmp_path),
-             *comparison.draw_differences(result_of(*runs), tmp_path / "differences.png")]
+    paths = comparison.draw_figures(result_of(*runs), tmp_path)
     names = ["score-over-images.png", "score-over-flops.png", "differences.png"]
     assert [path.name for path in paths] == names and all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
     assert "tread" not in comparison.page(result_of(*runs)) and compared(runs) == [(8, {1: (5.0, 4.0)})]
-    for path, draw in ((tmp_path, comparison.draw_figures), (paths[-1], comparison.draw_differences)):
-        assert draw(result_of(*runs, pairs=[]), path) == []
+    assert comparison.draw_figures(result_of(*runs, pairs=[]), tmp_path) == []
     assert not any(path.exists() for path in paths)  # of the earlier report
 
 
