@@ -148,8 +148,10 @@ def read_label_file(file: str, listing: Listing, columns: Columns) -> dict[str, 
         else:
             raise ValueError("its suffix is not .json, .csv or .jsonl: write a .csv, as docs/data.md shows")
         for name, label in pairs or ():
-            if not isinstance(name, str) or rows.setdefault(name, label) != label:
-                raise ValueError(f"it gives {name} two classes" if isinstance(name, str) else f"the name {name} is no text")
+            if not isinstance(name, str):
+                raise ValueError(f"the name {name} is no text")
+            if rows.setdefault(name, label) != label:
+                raise ValueError(f"it gives {name} two classes")
     except (ValueError, csv.Error) as error:
         raise ValueError(f"labels={file} cannot be read, as {first_line(error)}.") from error
     except (LookupError, TypeError, AttributeError) as error:
@@ -222,6 +224,8 @@ def describe(way: str, listing: Listing, names: list[str], columns: Columns) -> 
     try:
         if way in ("cls", "json"):
             return f"labels={way}: the .{way} of each image"
+        if way.endswith(".parquet"):
+            return f"source={way} for the images in it; or its labels, written as a .csv"
         class_names = label_images(way, listing, names, columns)[1]
     except ValueError as error:
         return str(error).rstrip(".")
