@@ -17,9 +17,8 @@ import pytest
 import torch
 from conftest import ROOT, save_vae
 from omegaconf import OmegaConf
-from PIL import Image
 from spoils import refused
-from test_labels import parquet
+from test_labels import encoded, parquet
 
 from latents.folder import open_latents
 from latents.images import ImageSource
@@ -41,18 +40,12 @@ def noise(size: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8)
 
 
-def png(pixels: np.ndarray) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "png")
-    return buffer.getvalue()
-
-
 @pytest.fixture
 def pets(tmp_path) -> Path:
     """A folder of 10 images 32x32 in three classes; image k of the sorted list is noise(32, k)."""
     for k, name in enumerate(["cat"] * 4 + ["dog"] * 3 + ["emu"] * 3):
         (tmp_path / "pets" / name).mkdir(parents=True, exist_ok=True)
-        (tmp_path / "pets" / name / f"{k}.png").write_bytes(png(noise(32, k)))
+        (tmp_path / "pets" / name / f"{k}.png").write_bytes(encoded(noise(32, k)))
     return tmp_path / "pets"
 
 
@@ -252,7 +245,7 @@ def test_a_finished_folder_is_left_alone_and_other_settings_are_refused(pets, tm
     assert "already complete" in capsys.readouterr().out
     refused(lambda: prepare(pets, tmp_path / "out", resolution=16, shard_size=4), "resolution was 32 and is now 16")
     new = pets / "emu/new.png"
-    for change in (lambda: new.write_bytes(png(noise(32, 99))), lambda: new.rename(pets / "emu/9.png")):
+    for change in (lambda: new.write_bytes(encoded(noise(32, 99))), lambda: new.rename(pets / "emu/9.png")):
         change()  # another image, and then one that is replaced under the same name
         refused(lambda: prepare(pets, tmp_path / "out", shard_size=4), "the content of the source has changed")
     assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
