@@ -132,8 +132,8 @@ def local_shard(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def copy_into(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+def copy_into(targets: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
     """Copies complete tensors into those of the same names; each rank copies its part into a sharded one."""
     for name, tensor in state.items():
-        assert tensor.shape == own[name].shape, name
-        own[name].copy_(local_shard(tensor, own[name]))
+        assert tensor.shape == targets[name].shape, name
+        targets[name].copy_(local_shard(tensor, targets[name]))

@@ -50,10 +50,8 @@ def make(place: Path) -> Path:
     Image.new("RGB", (9, 8)).save(place / "mixed/1.png")
     (place / "empty").mkdir()
     shutil.make_archive(str(place / "pets"), "zip", place / "pets")
-    (place / "pets.tar.gz").touch()
     np.savez(place / "foreign.npz", arr_0=np.zeros((4, 8, 8, 3), np.uint8))
     (place / "map.json").write_text('{"ant": 0, "bee": 1}')
-    (place / "study.json").write_text('{"name": "study-rehearsal", "runs": []}')
     for part, row in (("features", np.full((1, 4, 8, 8), 0.5, np.float32)), ("labels", np.zeros(1, np.int64))):
         (place / f"pairs/imagenet256_{part}").mkdir(parents=True)
         for i in range(4):  # as fast-DiT stores latents

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import os
-import socket
+import re
 import warnings
 from functools import partial
 from pathlib import Path
@@ -16,51 +16,49 @@ import torch.distributed.fsdp
 import torch.distributed.tensor
 from accelerate.state import AcceleratorState
 from conftest import PATIENCE, ROOT, run_command
-from forked import Ended, Life
+from forked import Ended, Life, ranks_of
 from PIL import Image
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_runs import assert_same_end, command, rows, train_here
 
 import train
+from dit import DiT, DiT_models
 from edm import EDM
 from latents.folder import open_latents
 from latents.loader import batches
-from objectives import DiffusionLoss, Objective, trained_parameters
+from objectives import DiffusionLoss, trained_parameters
 from runtime import sharding
-from scripts import plan
 from training import speed
 from training.optimizers import build_optimizer, optimizer_tensors, step_unless
 from weights import checkpoint as checkpoints
-from weights import lora as adapters
 from weights.loading import load_trained
 from weights.records import build_network
 
 STEPS = 12
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 SMALL = ("model.depth=3", "model.routes=[{start_layer_idx:1,end_layer_idx:1,selection_ratio:0.5}]")
 
 
-def free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return held.getsockname()[1]
+def fork(world: int, *works, before=lambda rank: None) -> list[Ended]:
+    """Does one work after the other on forked ranks, each in a process group of its own."""
+    groups = [ranks_of(world) for _ in works]
+
+    def live(rank: int) -> None:
+        before(rank)
+        for group, work in zip(groups, works, strict=True):
+            os.environ.update(ALONE | group[rank])
+            AcceleratorState._reset_state(reset_partial_state=True)
+            torch._dynamo.reset()
+            work()
+
+    lives = [Life(partial(live, rank)) for rank in range(world)]
+    return [life.wait(PATIENCE) for life in lives]
 
 
 def on_ranks(world: int, *runs, before=lambda rank: None) -> list[Ended]:
     """Trains one run after the other on forked ranks; each of `runs` is the overrides of a command."""
-    ports = [free_port() for _ in runs]
-
-    def live(rank: int) -> None:
-        before(rank)
-        for port, overrides in zip(ports, runs, strict=True):
-            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
-                              MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-            AcceleratorState._reset_state(reset_partial_state=True)
-            torch._dynamo.reset()
-            run_command(train.main, "train.py", *overrides)
-
-    lives = [Life(partial(live, rank)) for rank in range(world)]
-    return [life.wait(PATIENCE) for life in lives]
+    return fork(world, *(partial(run_command, train.main, "train.py", *run) for run in runs), before=before)
 
 
 def all_well(ended: list[Ended]) -> None:
@@ -95,7 +93,7 @@ def echo_what_is_loaded(rank: int) -> None:
             world = run.accelerator.num_processes
             echo = run.folder / f"echo-{run.step}-{world}-{run.cfg.sharding}"
             state = {"sums": run.sums.values / world}  # of all ranks
-            tensors = {"ema": adapters.tensors(run.ema), "model": adapters.tensors(run.model),
+            tensors = {"ema": run.ema.state_dict(), "model": run.model.state_dict(),
                        "training": optimizer_tensors(trained_parameters(run.objective), run.optimizer) | state}
             with sharding.gathering(checkpoints.tensors_in_order(tensors)) as values:
                 if run.accelerator.is_main_process:
@@ -107,7 +105,7 @@ def echo_what_is_loaded(rank: int) -> None:
 
 def weigh(rank: int) -> None:
     """Writes the bytes that a rank holds of gradients, and at a save of the rest, into `<run>/bytes-<rank>.json`."""
-    held, total_norm, save = {}, torch.nn.utils.get_total_norm, train.save
+    sizes, total_norm, save = {}, torch.nn.utils.get_total_norm, train.save
 
     def bytes_of(tensors) -> int:
         storages = {local.untyped_storage().data_ptr(): local.untyped_storage().nbytes()
@@ -115,13 +113,13 @@ def weigh(rank: int) -> None:
         return sum(storages.values())
 
     def measure(gradients):
-        held["gradients"] = bytes_of(gradients)
+        sizes["gradients"] = bytes_of(gradients)
         return total_norm(gradients)
 
     def measure_and_save(run):
         state = [value for of_one in run.optimizer.state.values() for value in of_one.values() if value.ndim]
-        held["rest"] = bytes_of([*run.model.parameters(), *run.ema.parameters(), *state])
-        (run.folder / f"bytes-{rank}.json").write_text(json.dumps(held))
+        sizes["rest"] = bytes_of([*run.model.parameters(), *run.ema.parameters(), *state])
+        (run.folder / f"bytes-{rank}.json").write_text(json.dumps(sizes))
         save(run)
 
     torch.nn.utils.get_total_norm, train.save = measure, measure_and_save
@@ -151,12 +149,12 @@ def tell_what_is_taken(home: Path, rank: int) -> None:
 def routed(shapes, pixel_reference, tmp_path_factory) -> Path:
     """The same run with DDP and with FSDP on two ranks, in `none` and `fsdp` of the folder."""
     folder = tmp_path_factory.mktemp("routed")
-    drawn = [f"samples.every={STEPS}", "samples.seeds=0-4", "samples.num_steps=2", f"evaluate.every={STEPS}",
+    sampled = [f"samples.every={STEPS}", "samples.seeds=0-4", "samples.num_steps=2", f"evaluate.every={STEPS}",
              f"evaluate.reference={pixel_reference}", "evaluate.num_samples=7", "evaluate.num_steps=2",
              "evaluate.batch_size=2", "evaluate.guidance_scales=[null,1.5]"]
     all_well(on_ranks(2,
                       *(command(folder / how, shapes, *SMALL, f"sharding={how}", f"steps={STEPS}", "log.every=1",
-                                "checkpoint.every=100", *drawn)[1:]
+                                "checkpoint.every=100", *sampled)[1:]
                            for how in ("none", "fsdp")), before=weigh))
     return folder
 
@@ -212,9 +210,17 @@ def test_a_rank_holds_only_its_part(routed):
     assert 0.49 * held[0][0] < held[1][1] < held[1][0] < 0.51 * held[0][0]
 
 
-def test_the_table_of_the_page_is_what_the_command_prints():
-    page = (ROOT / "docs/reliability.md").read_text()
-    assert all(line in page for line in plan.memory().splitlines())
+def test_the_table_of_the_page_is_what_a_rank_holds():
+    rows = re.findall(r"^\| (B/2|XL/2|3B) [^|]*\| ([\d,]+)M \| ([^\n]*) \|$",
+                      (ROOT / "docs/reliability.md").read_text(), re.M)
+    assert len(rows) == 3
+    for name, millions, columns in rows:
+        with torch.device("meta"):
+            net = DiT(input_size=32, patch_size=2, in_channels=4, hidden_size=2048, depth=40,
+                      num_heads=16) if name == "3B" else DiT_models[f"DiT-{name}"]()
+        sizes = [sharding.bytes_a_rank(net, world) for world in (1, 2, 8, 16, 64)] + [2 * sharding.size(net.blocks[0])]
+        assert columns.split(" | ") == [f"{size / 1e9:.2f}" for size in sizes]
+        assert millions == f"{sharding.size(net) / 1e6:,.0f}"
 
 
 # ---- from one to the other ------------------------------------------------------------------------------------------
@@ -251,28 +257,21 @@ def test_a_run_resumes_sharded_or_not_on_any_number_of_ranks_bit_for_bit(shapes,
     assert all(torch.equal(value, begun[key]) for key, value in parent.items())
 
 
-def test_muon_steps_the_same_by_sharded_or_full_matrices_and_resumes_bit_for_bit(shapes, tmp_path):
+@pytest.mark.parametrize(("recipe", "part", "most"), [
+    (["optimizer=muon"], "blocks.0.attn.qkv.weight", 1e-3),  # what bfloat16 rounds of Newton's and Schulz's products
+    (["model=sprint"], "fusion", 1e-6),
+])
+def test_a_recipe_trains_the_same_sharded_or_not_and_resumes_bit_for_bit(shapes, tmp_path, recipe, part, most):
     def on(name: str, sharded: str, steps: int) -> list[str]:
-        return command(tmp_path / name, shapes, *SMALL, "optimizer=muon", f"sharding={sharded}", f"steps={steps}",
+        return command(tmp_path / name, shapes, *SMALL, *recipe, f"sharding={sharded}", f"steps={steps}",
                        "log.every=1", "checkpoint.every=100")[1:]
 
     all_well(on_ranks(2, on("none", "none", 6), on("whole", "fsdp", 6), on("parts", "fsdp", 3), on("parts", "fsdp", 6)))
     ddp, whole, parts = (tmp_path / name for name in ("none", "whole", "parts"))
-    most = 1e-3     # what bfloat16 rounds of Newton's and Schulz's products
-    assert (losses(ddp) - losses(whole)).abs().max() < most
+    assert (losses(ddp) - losses(whole)).abs().max() <= most
+    one, two = (tensors_of(checkpoints.latest(run)) for run in (ddp, whole))
+    assert one.keys() == two.keys() and any(part in key for key in one)
     assert_same_end(parts, whole)
-
-
-def test_a_recipes_own_layers_learn_the_same_sharded_or_not(shapes, tmp_path):
-    all_well(on_ranks(2,
-                      *(command(tmp_path / how, shapes, *SMALL, "model=sprint", "objective=internal", f"sharding={how}",
-                                "steps=6", "log.every=1", "checkpoint.every=100")[1:] for how in ("none", "fsdp"))))
-    assert_same_losses(tmp_path / "none", tmp_path / "fsdp", 6)
-    ddp, fsdp = (tensors_of(checkpoints.latest(tmp_path / how)) for how in ("none", "fsdp"))
-    assert ddp.keys() == fsdp.keys()
-    for part in ("internal_head", "fusion"):
-        own = [key for key in ddp if part in key]
-        assert own and all((ddp[key] - fsdp[key]).abs().max() <= 1e-6 for key in own)
 
 
 def spoil(rank: int) -> None:
@@ -321,14 +320,14 @@ def test_a_full_disk_ends_all_ranks_and_keeps_earlier_checkpoints(spoiled):
 # ---- with weights beside the network's ------------------------------------------------------------------------------
 
 
-class Slope(Objective):
+class Slope(DiffusionLoss):
     """A diffusion's loss without noise and a head whose gradient is known; its teacher is frozen."""
 
-    own_terms = ("slope",)
+    terms = ("slope",)
 
-    def __init__(self, inner, width: int = 3):
-        super().__init__(inner)
-        self.head = torch.nn.Linear(width, 1)
+    def __init__(self, net):
+        super().__init__(net, EDM())
+        self.head = torch.nn.Linear(3, 1)
         self.teacher = torch.nn.Linear(5, 5).requires_grad_(False)
 
     def forward(self, x, y, **arrays):
@@ -337,11 +336,9 @@ class Slope(Objective):
         return out + slope, {"slope": slope}
 
 
-def step_of_two_ranks(folder: Path, sharded: str, port: int, world: int, rank: int) -> None:
-    """Takes a step of gradient descent on this rank's half of a batch and writes what the weights are then."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
-                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    AcceleratorState._reset_state(reset_partial_state=True)
+def step_of_a_rank(folder: Path, sharded: str) -> None:
+    """Takes a step of gradient descent on this rank's share of a batch and writes what the weights are then."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     accelerator = speed.make_accelerator("fp32", 1, tf32=False, cpu=True)
     torch.manual_seed(0)
     net = build_network(dict(input_size=4, patch_size=2, in_channels=3, hidden_size=8, depth=2, num_heads=2,
@@ -349,7 +346,7 @@ def step_of_two_ranks(folder: Path, sharded: str, port: int, world: int, rank: i
     x, y = torch.randn(8, 3, 4, 4), torch.arange(8) % 4
     if sharded == "fsdp":
         sharding.shard(net, accelerator.device, torch.float32)
-    objective = Slope(DiffusionLoss(net, EDM()))
+    objective = Slope(net)
     if sharded == "fsdp":
         sharding.shard_rest(objective, net, accelerator.device)
     called = speed.replicate(accelerator, objective, sharded == "fsdp")
@@ -365,11 +362,8 @@ def step_of_two_ranks(folder: Path, sharded: str, port: int, world: int, rank: i
 
 
 def test_a_heads_gradients_are_averaged_over_ranks_as_the_networks_are(tmp_path):
-    for sharded, world in (("none", 2), ("fsdp", 2)):
-        lives = [Life(partial(step_of_two_ranks, tmp_path, sharded, port, world, rank)) for port in [free_port()]
-                 for rank in range(world)]
-        all_well([life.wait(PATIENCE) for life in lives])
-    all_well([Life(partial(step_of_two_ranks, tmp_path, "none", free_port(), 1, 0)).wait(PATIENCE)])
+    for sharded, world in (("none", 2), ("fsdp", 2), ("none", 1)):
+        all_well(fork(world, partial(step_of_a_rank, tmp_path, sharded)))
     whole = torch.load(tmp_path / "none-1-0.pt", weights_only=True)
     for name in ("none-2-0", "none-2-1", "fsdp-2-0", "fsdp-2-1"):
         part = torch.load(tmp_path / f"{name}.pt", weights_only=True)
@@ -390,9 +384,10 @@ class PlainOnly(TorchDispatchMode):
         return op(*args, **kwargs or {})
 
 
-def step_on_shards(port: int, world: int, rank: int) -> None:
+def step_on_shards() -> None:
     """Takes norm, clip, AdamW's steps and an average of parameters that ranks share unevenly, and of complete ones."""
-    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    torch.distributed.init_process_group("gloo")
+    world = torch.distributed.get_world_size()
     torch.manual_seed(0)
     shapes, mesh = [(7, 3), (2,), (1, 4), (3, 2)], sharding.all_ranks(torch.device("cpu"))
     nets = [torch.nn.ParameterList(torch.randn(shape) for shape in shapes) for _ in range(2)]
@@ -435,9 +430,7 @@ def step_on_shards(port: int, world: int, rank: int) -> None:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_norm_clip_adamw_and_ema_of_shards_are_those_of_complete_tensors_with_one_reduction(world):
-    port = free_port()
-    lives = [Life(partial(step_on_shards, port, world, rank)) for rank in range(world)]
-    all_well([life.wait(PATIENCE) for life in lives])
+    all_well(fork(world, step_on_shards))
 
 
 # ---- together with what makes it fast -------------------------------------------------------------------------------
