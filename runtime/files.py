@@ -96,23 +96,6 @@ def require_plain(file: Path) -> None:
         raise OSError(errno.EINVAL, "it is not a plain file", str(file))
 
 
-def link(file: Path, to: Path) -> None:
-    """Gives a file a second name, or copies it where a disk has no such links.
-
-    Raises OSError for anything but a plain file, such as a symbolic link, and if `to` exists.
-    """
-    if file.is_symlink():
-        raise OSError(errno.ELOOP, "it is a link", str(file))
-    require_plain(file)
-    try:
-        os.link(file, to, follow_symlinks=False)
-    except FileExistsError:
-        raise
-    except OSError:
-        with open(file, "rb") as source, open(to, "xb") as copy:
-            shutil.copyfileobj(source, copy)
-
-
 def sync(path: Path) -> None:
     """Makes a file, or the renames in a folder, outlast a power cut."""
     descriptor = os.open(path, os.O_RDONLY)

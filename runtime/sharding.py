@@ -13,8 +13,6 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-STATE_BYTES = 20  # per trained parameter: weight, gradient, AdamW's two moments and average, in float32
-
 
 def shard(net: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """Moves this rank's part of each parameter of a DiT from the CPU to `device`, one block at a time.
@@ -62,15 +60,6 @@ def size(module: nn.Module) -> int:
 
 def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "full_tensor")  # a DTensor; importing that class takes a second
-
-
-def bytes_a_rank(net: nn.Module, world: int) -> int:
-    """Counts what the fullest of `world` ranks holds between passes, in bytes; `net` is unsharded, maybe on meta.
-
-    That is STATE_BYTES per parameter, for a rank's share of the rows, rounded up. A pass also needs activations and
-    two gathered blocks.
-    """
-    return STATE_BYTES * sum(-(-len(p) // world) * p[0].numel() for p in net.parameters())
 
 
 # ---- out and in, one tensor at a time -------------------------------------------------------------------------------

@@ -75,7 +75,8 @@ TYPED = {
         ("evaluate.every=5", "label_dropout=0", "evaluate.guidance_scales=[null,1.5]",
          "label_dropout=0 does not train"),
         # objectives
-        ("objective=alignment", "teacher=<name>"), ("data.path=taught", "objective=alignment", "alignment.block=7", "7"),
+        ("objective=alignment", "teacher=<name>"),
+        ("data.path=taught", "objective=alignment", "alignment.block=7", "7"),
         ("data.path=taught", "objective=alignment", "model.patch_size=2", "for 16 tokens"),
         # jobs of a sweep, and Hydra's own settings
         ("-m", "seed=0,1", "would write to run_dir=new: give each its own by a setting that differs, such as run_dir="),
@@ -185,10 +186,7 @@ SPOILT = {
     # images
     ("prepare_latents", "source", "pets"): [(lambda path: shutil.copy(path / "ant/0.png", path), "0.png")],
     ("prepare_latents", "source", "pets.zip"): [(cut(), "pets.zip")],
-<<<<<<< HEAD
     ("prepare_latents", "labels", "map.json"): [(as_it_is, "is not EDM's")],
-=======
->>>>>>> d500af5 (Tests of shards: forked ranks in one place, recipes in one table, the page's table recomputed; common mistakes of the commands that stay)
     ("prepare_latents", "label_map", "map.json"): [
         (put("", '{"ant": 0}'), "bee"), (put("", '{"ant": 0, "bee": 2}'), "0 to 1"),
     ],

@@ -71,7 +71,7 @@ class Task:
 
     def content(self) -> dict[str, str]:
         """Hashes every file that the command has left except the lock, ignoring values from the clock."""
-        found = {}
+        hashes = {}
         for file in sorted(self.out.rglob("*")):
             name = str(file.relative_to(self.out))
             is_half = re.search(r"(^|/)\.[^/]*\.tmp(/|$)", name) is not None and not self.is_exact
@@ -89,8 +89,8 @@ class Task:
                     rows = map(json.loads, data.splitlines()) if self.is_exact else files.read_rows(file)
                     rows = [json.dumps(plain(row)) for row in rows]
                     data = "\n".join(rows if self.is_exact else dict.fromkeys(rows)).encode()
-            found[name] = hashlib.sha256(data).hexdigest()
-        return found
+            hashes[name] = hashlib.sha256(data).hexdigest()
+        return hashes
 
     def differs_in(self) -> list[str]:
         """Names the files that are not those of an undisturbed life."""
@@ -98,9 +98,8 @@ class Task:
         return sorted(name for name in {*wanted, *got} if wanted.get(name) != got.get(name))
 
     def clear(self) -> None:
-        """Removes what the command has left, measured references in torch's cache included."""
-        for folder in (self.out, Path(os.environ["TORCH_HOME"]) / "tread_references"):
-            shutil.rmtree(folder, ignore_errors=True)
+        """Removes what the command has left."""
+        shutil.rmtree(self.out, ignore_errors=True)
 
 
 def plain(value: object) -> object:
@@ -146,7 +145,8 @@ def tasks(tmp_path_factory) -> dict[str, Task]:
     made = {
         "train": Task("train", (
             "experiment=quickstart", f"run_dir={outs['train']}", f"data.path={data}", "batch_size=8", "steps=4",
-            "cpu=true", "model.hidden_size=32", "model.num_heads=2", "model.depth=3", "optimizer.warmup_steps=2",
+            "cpu=true", "log.trackers=[]", "model.hidden_size=32", "model.num_heads=2", "model.depth=3",
+            "optimizer.warmup_steps=2",
             "model.routes=[{start_layer_idx: 1, end_layer_idx: 1, selection_ratio: 0.5}]", "log.every=2",
             "checkpoint.every=2", "checkpoint.keep_last=1", "checkpoint.keep_every=4", "samples.every=4",
             "samples.seeds=0-3", "samples.num_steps=1", "samples.batch_size=4", "evaluate.every=4",
@@ -156,11 +156,11 @@ def tasks(tmp_path_factory) -> dict[str, Task]:
             *shapes, "shapes.count=60", "shard_size=16", "batch_size=8", "mirror=true",
             f"out={outs['prepare_latents']}"), outs["prepare_latents"], shards_done),
         "import_latents": Task("scripts.import_latents", (
-            f"source={pairs}", "format=fastdit", "shard_size=8", f"out={outs['import_latents']}"), outs["import_latents"], shards_done),
+            f"source={pairs}", "format=fastdit", "shard_size=8", f"out={outs['import_latents']}"),
+            outs["import_latents"], shards_done),
         "fid": Task("fid", (
-            f"images={images}", f"reference={reference}", "features=pixels", "keep_features=true", "batch_size=8",
-            "cpu=true", f"results={outs['fid'] / 'results.jsonl'}"), outs["fid"],
-            lambda out: len(list(out.glob("features/*/[!.]*.safetensors"))), is_exact=False),
+            f"images={images}", f"reference={reference}", "features=pixels", "batch_size=8", "cpu=true",
+            f"results={outs['fid'] / 'results.jsonl'}"), outs["fid"], lambda out: 0, is_exact=False),
     }
     commit()  # which is cached: it must not change while somebody works in the checkout
     for task in made.values():

@@ -2,7 +2,6 @@
 
 import ast
 import contextlib
-import importlib
 import os
 import re
 import signal
@@ -22,8 +21,8 @@ from training_runs import train_here
 import sample
 import train
 from runtime import ranks, schema
-from runtime.command import by_key, command, compose, is_full_memory, jobs_of, program
-from runtime.schema import as_setting, read, refuse
+from runtime.command import command, compose, is_full_memory, jobs_of, program
+from runtime.schema import read, refuse
 from sample import SampleSettings
 from training.settings import TrainSettings
 
@@ -35,7 +34,7 @@ def train_settings(*arguments: str) -> TrainSettings:
 # ---- what is typed --------------------------------------------------------------------------------------------------
 
 NUMBERS = ["2025_11_25", "007", "1e3", "False", ".5", "inf", "a b"]
-ODD = [*NUMBERS, "größe, (1)", "it's", "null", "{a: [1]}", "back\\slash\\", "a\\'b", "${name}", "{000..012}.tar"]
+ODD = ["größe, (1)", "null", "{a: [1]}", "a=b", "back\\slash", "{000..012}.tar"]
 
 
 def text_keys(declared, prefix=""):
@@ -167,11 +166,11 @@ def test_a_command_gets_the_settings_of_its_file_and_of_the_command_line_and_lea
     assert {*tmp_path.iterdir()} == before and os.getcwd() == str(tmp_path)  # Hydra makes no folder and enters none
 
 
-def test_text_that_reads_as_a_number_is_what_was_typed_and_what_a_program_quotes_is_read_back(call):
-    for text in ODD:
-        for setting in (f"name={text}", as_setting("name", text)) if text in NUMBERS else (as_setting("name", text),):
-            seen = []
-            assert call(seen.append, setting)[0] == 0 and seen[0].name == text, setting
+def test_text_that_reads_as_a_number_is_what_was_typed_and_odd_text_needs_quotes_alone(call):
+    for text in (*NUMBERS, *ODD):
+        seen = []
+        assert call(seen.append, f"name={text}" if text in NUMBERS else f"name='{text}'")[0] == 0
+        assert seen[0].name == text
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
@@ -181,7 +180,8 @@ def test_text_that_reads_as_a_number_is_what_was_typed_and_what_a_program_quotes
     (["steps=3", "steps=4"], "steps is given 2 times: steps=3 steps=4."),
     (["name=a-0.tar", "name=a-1.tar", "name=a-2.tar"], "write 'name=x-{0..2}'"),
     (["name=größe"], "\"name='größe'\""), (["name=a (1)"], "\"name='a (1)'\""), (["name=a=b"], "\"name='a=b'\""),
-    (["name=a,b"], "\"name='a,b'\", and for a list 'name=[a,b]'"), (["name=[1]"], "name=[1]: it should be a valid string"),
+    (["name=a,b"], "\"name='a,b'\", and for a list 'name=[a,b]'"),
+    (["name=[1]"], "name=[1]: it should be a valid string"),
     (["--steps=3"], "no dashes: steps=3."), (["--max-steps"], "no dashes: max-steps=<value>"),
     (["--local-rank=0"], "comes from torch.distributed.launch: start with torchrun"),
     (["--local_rank=0"], "torchrun"), (["--cfg", "all"], "invalid choice: 'all'"), (["--config-dir", "no"], "no"),
@@ -321,7 +321,8 @@ GPU = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacit
 
 
 @pytest.mark.parametrize(("error", "is_full"), [
-    (MemoryError(), True), (torch.OutOfMemoryError(GPU), True), (torch.AcceleratorError("CUDA error: out of memory"), True),
+    (MemoryError(), True), (torch.OutOfMemoryError(GPU), True),
+    (torch.AcceleratorError("CUDA error: out of memory"), True),
     (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 3221225472 bytes."), True),
     (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
     (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"), True),
@@ -355,19 +356,20 @@ def test_every_yaml_is_the_config_of_a_command_or_part_of_one():
 def test_the_keys_of_the_config_are_those_that_are_declared_and_help_lists_them(name, capsys):
     main, declared = command_of(name)
     plain = compose(name, declared, [])
-    plain |= {key: "x" for key in ("source", "out", "checkpoint") if plain.get(key, "") is None}  # which some commands require
+    plain |= {key: "x" for key in ("source", "out", "checkpoint") if plain.get(key, "") is None}  # required
     read(declared, plain)
     run_command(main, f"{name}.py", "--help")
     printed = capsys.readouterr().out
     assert f"{ {'config': 'train'}.get(name, name) }.py" in printed and "defaults:" not in printed
     assert "hydra" not in printed
-    in_groups = set(re.findall(r"^  ([a-z_]+)=\S+ +\S", printed, re.M))
+    in_groups = set(re.findall(r"^([a-z_]+)=\S+: \S", printed, re.M))
     assert in_groups >= {"config": {"model", "data", "diffusion", "objective", "optimizer", "experiment", "routes"},
                          "fid": {"guidance", "gauge"}, "sample": {"guidance"}}.get(name, set())
 
 
 @pytest.mark.parametrize(("name", "words"), [
-    ("config", "data/imagenet256"), ("sample", "checkpoint="), ("rf", "checkpoint="), ("prepare_latents", "source=null"),
+    ("config", "data/imagenet256"), ("sample", "checkpoint="), ("rf", "checkpoint="),
+    ("prepare_latents", "source=null"),
     ("fid", "Give one of checkpoint=, images="), ("import_latents", "source="),
 ])  # fmt: skip
 def test_a_command_without_arguments_names_what_it_needs(name, words, tmp_path, monkeypatch, fresh_accelerator):

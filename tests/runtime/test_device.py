@@ -12,7 +12,6 @@ from training_runs import train_here
 
 import fid
 import sample
-import train
 from runtime import device
 from runtime.device import check_device, describe_device, join_ranks, require_plain_launch, set_float32
 from scripts import prepare_latents
