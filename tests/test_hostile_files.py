@@ -20,7 +20,6 @@ from test_data import labels_of, numbered, write_folder
 from test_import_latents import import_latents, npy, write_lightningdit, write_repa
 from test_labels import put_tar
 from training_runs import command, rows, write_run
-from weights.others import read_weights
 
 import fid
 import sample

@@ -249,7 +249,8 @@ def open_sampling_and_scoring(
             batch_size=cfg.decode_batch_size, trusted=cfg.data.autoencoder is not None,
         )
     except ValueError as error:
-        raise ValueError(f"{error} Or set samples.every=0 evaluate.every=0 to train without pictures.") from error
+        raise ValueError(f"data.autoencoder: {error} Or set samples.every=0 evaluate.every=0 to train without "
+                         f"pictures.") from error
     grid = evaluator = None
     if cfg.samples.every:
         seeds = parse_seeds("samples.seeds", cfg.samples.seeds)
@@ -260,8 +261,11 @@ def open_sampling_and_scoring(
         if cfg.evaluate.reference is None:
             raise ValueError(f"evaluate.every={cfg.evaluate.every} needs evaluate.reference=<an npz, or images>; "
                              f"docs/evaluation.md explains how to get or make one.")
-        extractor = load_extractor(accelerator, cfg.evaluate.features, cfg.evaluate.features_weights,
-                                   cfg.evaluate.sha256)
+        try:
+            extractor = load_extractor(accelerator, cfg.evaluate.features, cfg.evaluate.features_weights,
+                                       cfg.evaluate.sha256)
+        except ValueError as error:
+            raise ValueError(f"evaluate: {error}") from error
         side = latents.shape[1] * decoder.downsample  # the size of decoded images, to which photographs are scaled
         reference = open_reference(
             accelerator, cfg.evaluate.reference, extractor, side, reference_size=cfg.evaluate.reference_size,
