@@ -30,12 +30,13 @@ def sampled(trained, name, guidance=None):
     return torch.cat([images for *_, images in batches]).numpy().astype(float)
 
 
-def test_the_folder_has_at_most_four_megabytes_the_recipe_and_the_licences_of_the_images():
+def test_the_folder_is_a_checkpoint_of_four_megabytes_with_its_recipe_and_the_licences_of_the_images(trained):
     assert sum(file.stat().st_size for file in EXAMPLE.iterdir() if file.suffix != ".png") <= 4_000_000
+    assert trained.checkpoint.file == EXAMPLE / "ema.safetensors" and trained.step == 3500
+    assert trained.recorded["network"]["routes"] == [
+        {"start_layer_idx": 2, "end_layer_idx": -4, "selection_ratio": 0.5}]
     card = (EXAMPLE / "README.md").read_text(encoding="utf-8")
     assert all(words in card for words in ("Apache-2.0", "CC-BY 4.0", "python train.py experiment=emoji_example"))
-    record = json.loads((EXAMPLE / "meta.json").read_text())
-    assert record["network"]["routes"] == [{"start_layer_idx": 2, "end_layer_idx": -4, "selection_ratio": 0.5}]
 
 
 def test_guided_smileys_are_yellow_and_flags_are_wide(trained):
