@@ -168,10 +168,7 @@ def open_files(state: PartialState, key: str, path: str, resolution: int | None)
 
     All hashes and sizes must be known before the first image is scored, so ranks share the reading.
     """
-    try:
-        source = open_source(path, labels="none")
-    except ValueError as error:
-        raise ValueError(f"{key}={path} cannot be read: {error}") from error
+    source = open_source(path, labels="none", key=key)
     pool = ThreadPoolExecutor(8)
 
     def look(index: int) -> tuple[int, bytes, tuple[int, int], str | None]:
