@@ -72,11 +72,11 @@ def described(facts: Iterable[tuple[str, str]]) -> str:
                      for name, value in facts if value != "null")
 
 
-def title(measure: Measure, measures: Iterable[Measure], *told: str) -> str:
+def title(measure: Measure, measures: Iterable[Measure], *without: str) -> str:
     """Names a measure by metric, number of images, and the facts that not all measures of the study share."""
-    facts, common, known = dict(measure), common_facts(measures), ("metric", "num_samples", "seeds", "source.seeds")
+    facts, common, named = dict(measure), common_facts(measures), ("metric", "num_samples", "seeds", "source.seeds")
     more = described(fact for fact in measure if fact not in (*common, ("guidance", "unguided"))
-                     and fact[0] not in (*known, *told))
+                     and fact[0] not in (*named, *without))
     return f"{facts['metric']} of {int(facts['num_samples']):,} images{', ' * bool(more)}{more}"
 
 

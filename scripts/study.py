@@ -364,22 +364,22 @@ def collect(cfg: StudySettings) -> tuple[dict, dict]:
     for old in read_json(path)["runs"] if path.is_file() else ():
         if old["scores"] and (name := f"{old['variant']}, seed {old['seed']}") not in names:
             raise ValueError(f"{path} has scores of {name}, whose folder is gone: move it, and give it as rows=[<it>].")
-    own = {"name": cfg.study.name, "commit": commit(), "runs": runs, "floor": floor}
+    here = {"name": cfg.study.name, "commit": commit(), "runs": runs, "floor": floor}
     rounds = [study["timing"]["rounds"] for study in studies if study.get("timing")]  # before November 2026
     seconds = {name: statistics.median(turns) for each in rounds for name, turns in each.items()} | cfg.seconds
     for run in every:
         for score in run["scores"]:  # of one machine, whichever trained
             score["seconds"] = seconds[run["variant"]] * score["step"] if run["variant"] in seconds else None
-    return own, own | {"runs": every, "compare": cfg.study.compare,
-                       "floor": [*floor, *(row for study in studies for row in study.get("floor", ()))]}
+    return here, here | {"runs": every, "compare": cfg.study.compare,
+                         "floor": [*floor, *(row for study in studies for row in study.get("floor", ()))]}
 
 
 def report(cfg: StudySettings) -> None:
-    out, (own, shown) = Path(cfg.out), collect(cfg)
+    out, (here, shown) = Path(cfg.out), collect(cfg)
     page = comparison.page(shown)
     out.mkdir(parents=True, exist_ok=True)
-    if own["runs"]:
-        write_text(out / "study.json", json.dumps(own, indent=1) + "\n")
+    if here["runs"]:
+        write_text(out / "study.json", json.dumps(here, indent=1) + "\n")
     write_text(out / "study.md", page)
     print(page, out / "study.md", *comparison.draw_figures(shown, out), sep="\n")
 

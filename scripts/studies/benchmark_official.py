@@ -49,15 +49,15 @@ def modules_of(path: Path) -> Iterator[None]:
     """Makes imports find the official modules, though several have names of ours, and then ours again."""
     empty = {name: types.ModuleType(name) for name in ("utils.edm_helper", "autoencoder")}
     empty["autoencoder"].SDVAE_EMA = None
-    theirs = ("dit", "edm", "routing_module", "utils", "utils.train_helper", *empty)
-    ours = {name: sys.modules.pop(name) for name in theirs if name in sys.modules}
+    names = ("dit", "edm", "routing_module", "utils", "utils.train_helper", *empty)
+    ours = {name: sys.modules.pop(name) for name in names if name in sys.modules}
     sys.path.insert(0, str(path))
     sys.modules.update(empty)
     try:
         yield
     finally:
         sys.path.remove(str(path))
-        for name in theirs:
+        for name in names:
             sys.modules.pop(name, None)
         sys.modules.update(ours)
 
