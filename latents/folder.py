@@ -409,10 +409,10 @@ def _check_values(latents: Latents) -> None:
     if 0.3 <= deviation <= 3:
         return
     scale = latents.convention.scale
-    remedy = "Multiply latents by the autoencoder's scale exactly once, as scripts/prepare_latents.py does."
     looks = (f"unscaled: {SD_VAE_SCALE} times that is {deviation * SD_VAE_SCALE:.2g}" if deviation > 3 else
              f"scaled twice: divided by {scale:g} it is {deviation / scale:.2g}")
-    message = f"{where}: a standard deviation of {deviation:.3g}, instead of about 1, looks {looks}. {remedy}"
+    message = (f"{where}: a standard deviation of {deviation:.3g}, instead of about 1, looks {looks}. Multiply latents "
+               f"by the autoencoder's scale exactly once, as scripts/prepare_latents.py does.")
     if deviation > 3 or latents.autoencoder in ("sd_vae_ema", "sd_vae_mse"):
         raise ValueError(message)
     warnings.warn(message, stacklevel=3)  # only a warning, because a user's own autoencoder may have such latents

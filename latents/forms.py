@@ -87,28 +87,22 @@ NAMES = {  # patterns of the names of each format's files, and what decides for 
 }
 
 
-def find_formats(source: str) -> list[str]:
-    """Lists the formats that write files of such names as a source has."""
-    path, tars = Path(source), [tar for tar in find_tars(source) if tar.suffix == ".tar"]
-    if tars:
-        names = [member.name for member in itertools.islice(tar_members(tars[0]), 8)]
-    else:
-        names = list_zip(path).names if path.is_file() and zipfile.is_zipfile(path) else []
-    return [format for format, (patterns, _) in NAMES.items() if any(
-        any(path.glob(pattern)) if path.is_dir() and not tars else any(fnmatch(name, pattern) for name in names)
-        for pattern in patterns)]
-
-
 def describe_formats(source: str) -> str:
-    """Returns a sentence with the formats that fit a source's files, and what must be typed for each."""
-    if (Path(source) / "metadata.json").is_file():
+    """Returns a sentence with the formats that write files of such names, and what must be typed for each."""
+    path, names = Path(source), []
+    if (path / "metadata.json").is_file():
         return f"source={source} is a latent folder already: train on it with data.path={source}."
-    if not (formats := find_formats(source)):
-        return (f"source={source} has no files with the names of a format that can be read: set format= if it is "
-                f"{', '.join(NAMES)} (docs/interop.md). For images use scripts/prepare_latents.py, and for other "
-                f"latents examples/write_latents.py.")
-    choices = "; or ".join(f"format={format} {NAMES[format][1]}" for format in formats)
-    return f"source={source} does not record its format: set {choices}."
+    if tars := [tar for tar in find_tars(source) if tar.suffix == ".tar"]:
+        names = [member.name for member in itertools.islice(tar_members(tars[0]), 8)]
+    elif path.is_file() and zipfile.is_zipfile(path):
+        names = list_zip(path).names
+    choices = [f"format={format} {needs}" for format, (patterns, needs) in NAMES.items() for pattern in patterns
+               if any(path.glob(pattern)) or any(fnmatch(name, pattern) for name in names)]
+    if choices:
+        return f"source={source} does not record its format: set {'; or '.join(dict.fromkeys(choices))}."
+    return (f"source={source} has no files with the names of a format that can be read: set format= if it is "
+            f"{', '.join(NAMES)} (docs/interop.md). For images use scripts/prepare_latents.py, and for other latents "
+            f"examples/write_latents.py.")
 
 
 @dataclass

@@ -360,10 +360,8 @@ REFUSED = [  # what was brought, settings, words
     (made(empty, put(JSON[7:], '{"labels": null}')), REPA, "no .npy files of latents"),
     (made(write_repa, relabel(lambda _, label: [float(label == c) for c in range(3)])), REPA,
      "labels of type float64 and shape (12, 3), not one integer each"),
-    (made(write_repa, relabel(lambda _, label: [int(label == c) for c in range(3)])), REPA, "labels of type int64 and"),
     (made(write_repa, put(LAST, npy(moments()[0, :4]))), REPA, "shape (4, 8, 8), but 00000/img-mean-std-"),
-    (made(write_repa, each(LISTED, lambda z: z[:6])), REPA,
-     "arrays of shape (6, 8, 8), but REPA's vae-sd has (8, R, R)"),
+    (made(write_repa, each(LISTED, lambda z: z[:6])), REPA, "of shape (6, 8, 8), but REPA's vae-sd has (8, R, R)"),
     (made(write_repa, each(LISTED, lambda z: z[:, :4])), REPA, "shape (8, 4, 8)"),
     (made(write_repa, put(LAST, npy(np.full((8, 8, 8), 1e6, np.float32)))), REPA,
      "latent 11 that is not finite or overflows float16"),
@@ -393,8 +391,6 @@ REFUSED = [  # what was brought, settings, words
     # tars; CompVis/tread#13, soran-ghaderi/torchebm#304, google-deepmind/representations4d#13,
     # Zhendong-Wang/Patch-Diffusion#2, webdataset/webdataset#157, huggingface/diffusers#7188
     (made(write_tread), {"format": "tread"}, "tars do not record what they hold: set kind=sample"),
-    (made(write_tread, values=log_moments()), TREAD,
-     "look like [mean, log-variance], not samples: set kind=moments"),
     (made(write_tread, values=log_moments()), TREAD | {"scale": 0.18215}, "look like [mean, log-variance]"),
     (made(write_tread, values=moments()), TREAD | {"kind": "moments"}, "write 2 * log(std) instead"),
     (made(write_tread, values=normal(COUNT, 8, 8, 4)), TREAD, "R, R), channels first"),
@@ -419,9 +415,9 @@ def test_what_would_be_read_wrongly_is_refused_before_anything_is_written(tmp_pa
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("write", [write_tread, write_lightningdit, write_repa, write_edm2, write_fastdit])
+@pytest.mark.parametrize("write", [write_tread, write_lightningdit, write_repa])
 def test_neither_training_nor_preparation_takes_others_latents_for_its_own(write, tmp_path):
-    """hustvl/LightningDiT#93, sihyun-yu/REPA#19, NVlabs/edm2#11, CompVis/tread#5."""
+    """hustvl/LightningDiT#93, sihyun-yu/REPA#19, CompVis/tread#5."""
     source, _ = write(tmp_path)
     cfg = SimpleNamespace(data=SimpleNamespace(path=str(source), num_classes=None, verify=False))
     for call in (lambda: open_data(cfg, SimpleNamespace(local_main_process_first=nullcontext)),
@@ -444,37 +440,24 @@ def test_the_lines_that_rewrite_pickles_one_trusts_make_tars_that_are_read(tmp_p
     assert np.array_equal(arrays["latents"][:, :4], (values[:, :4] * SCALE).astype(np.float16))
 
 
-def test_a_full_disk_names_no_setting_that_only_images_have(tmp_path, monkeypatch):
-    source, _ = write_fastdit(tmp_path)
-    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=100))
-    with pytest.raises(ValueError, match=r"has 0.0001 MB free: choose another disk with out=\.$"):
-        import_latents(source, tmp_path / "out", "fastdit")
-
-
 # ---- resuming, the command, training --------------------------------------------------------------------------------
 
 
-def everything(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
-
-
-@pytest.mark.parametrize(("name", "change"), [
-    ("latents-00000.npy", lambda content: content[:-8]), ("labels-00000.npy", lambda content: b""),
-    ("record-00000.json", lambda content: None)])
-def test_a_shard_that_is_not_as_it_was_written_is_written_again(tmp_path, name, change):
+@pytest.mark.parametrize(("name", "content"), [("latents-00000.npy", b"half"), ("labels-00000.npy", b""),
+                                               ("record-00000.json", b"{}")])
+def test_a_shard_that_is_not_as_it_was_written_is_written_again(tmp_path, name, content):
     source, _ = write_fastdit(tmp_path)
-    out, complete = tmp_path / "out", tmp_path / "complete"
-    for place in (out, complete):
-        import_latents(source, place, "fastdit", shard_size=5)
+    out = tmp_path / "out"
+    import_latents(source, out, shard_size=5, **FAST)
+    complete = {file.name: file.read_bytes() for file in out.iterdir()}
     shards = json.loads((out / "metadata.json").read_text())["shards"]
-    (out / "metadata.json").unlink()  # as a kill leaves it, with a shard to be written
-    (out / "latents-00002.npy").unlink()
-    for number in range(2):
+    for number in range(2):  # as a kill leaves it
         (out / f"record-{number:05d}.json").write_text(json.dumps(shards[number] | {"unreadable": []}))
-    content = change((out / name).read_bytes())
-    (out / name).unlink() if content is None else (out / name).write_bytes(content)
-    import_latents(source, out, "fastdit", shard_size=5)
-    assert everything(out) == everything(complete)
+    (out / name).write_bytes(content)
+    (out / "metadata.json").unlink()
+    (out / "latents-00002.npy").unlink()
+    import_latents(source, out, shard_size=5, **FAST)
+    assert {file.name: file.read_bytes() for file in out.iterdir()} == complete
 
 
 def test_a_source_with_damage_beyond_the_probe_resumes_once_it_is_corrected(tmp_path, monkeypatch, capsys):
