@@ -109,6 +109,8 @@ PICKLES = {  # where one is: what writes it in a folder, what reads it there, wh
                       lambda at: open_latents(at / "set"), "is not a complete npy file of numbers"),
     "REPA's arrays": (lambda at: (write_repa(at)[0] / "vae-sd/00000/img-mean-std-00000011.npy").write_bytes(npy(HARM)),
                       lambda at: import_latents(at / "repa", at / "out", "repa"), NEVER),
+    "tars": (lambda at: put_tar(at / "x.tar", {"a.latent.npy": npy(HARM), "a.cls": b"1"}),
+             lambda at: import_latents(at / "x.tar", at / "out", "tread", kind="sample"), NEVER),
     "MaskDiT's tar": (write_tar_of_maskdit, lambda at: import_latents(
         *at.glob("*.tar"), at / "out", "tread", kind="sample"), "is never loaded"),
     "reference": (lambda at: np.savez(at / "x.npz", mu=HARM, sigma=np.eye(192)),
