@@ -335,8 +335,8 @@ def open_tars(form: Form, source: Path, kind: str | None) -> Stored:
     require_labels(source, latents, classes)
     shape, read = array_reader(listing, [*latents.values()])
     try:
-        labels = [int(listing.read(classes[key])) for key in latents]
-    except ValueError as error:
+        labels = np.array([int(listing.read(classes[key])) for key in latents], np.int32)
+    except (ValueError, OverflowError) as error:
         raise ValueError(f"source={source}: a .cls holds no class number ({error}).") from None
-    return Stored(replace(form, kind=kind, scaled=kind == "sample", log_variance=kind == "moments"), np.array(labels),
-                  shape, {"latents": read})
+    return Stored(replace(form, kind=kind, scaled=kind == "sample", log_variance=kind == "moments"), labels, shape,
+                  {"latents": read})
