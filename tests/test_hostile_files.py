@@ -340,7 +340,8 @@ def test_a_pipe_among_pictures_or_in_place_of_a_zip_is_not_waited_for(tmp_path):
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
     for name in ("b.png", "c.zip"):
         os.mkfifo(tmp_path / name)
-    assert in_a_line(open_source(str(tmp_path)).pixels, 1) and in_a_line(open_source, str(tmp_path / "c.zip"))
+    assert in_a_line(lambda: open_source(str(tmp_path), "none").pixels(1))
+    assert in_a_line(open_source, str(tmp_path / "c.zip"), "none")
 
 
 def test_weights_that_name_one_dictionary_in_many_others_are_a_line(tmp_path):
