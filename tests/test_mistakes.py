@@ -49,7 +49,7 @@ TYPED = {
          "fuses after route"),
         ("model=dit", "route_schedule=off_ramp", "model.routes is empty"),
         # the data
-        ("data.path=nowhere", "nowhere"), ("data.path=four", "source=four out=data/four"),
+        ("data.path=nowhere", "nowhere"), ("data.path=four", "four holds no metadata.json"),
         ("data.path=null", "data.path"), ("data.input_size=32", "data.input_size=8"),
         ("data.num_classes=5", "data.num_classes=6"),
         ("batch_size=7", "grad_accum_steps=2", "multiple of 2"), ("batch_size=301", "12 latents"),
@@ -76,8 +76,8 @@ TYPED = {
          "label_dropout=0 does not train"),
         # objectives
         ("objective=alignment", "teacher=<name>"),
-        ("data.path=taught", "objective=alignment", "alignment.block=7", "7"),
-        ("data.path=taught", "objective=alignment", "model.patch_size=2", "for 16 tokens"),
+        ("data.path=taught", "objective=alignment", "objective.block=7", "7"),
+        ("data.path=taught", "objective=alignment", "model.patch_size=2", "(16, Z)"),
         # jobs of a sweep, and Hydra's own settings
         ("-m", "seed=0,1", "would write to run_dir=new: give each its own by a setting that differs, such as run_dir="),
         ("-m", "seed=0,0,0", "3 jobs of --multirun would write to run_dir=new"),
@@ -124,7 +124,7 @@ TYPED = {
         ("images=four", "out=x.npz", "out=x.npz"), ("checkpoint=run", "resolution=8", "resolution=8"),
         ("images=four", "reference=weights.pt", "weights.pt"),
         ("images=images.npz", "resolution=8", "resolution=8"),
-        ("reference_from=four", "reference=null", "out=images.npz", "out=images.npz"),
+        ("reference_from=four", "reference=null", "results=null", "out=images.npz", "out=images.npz"),
         ("images=four", "scale=2", "scale=2"), ("reference_from=four", "out=new.npz", "reference=images.npz"),
         ("images=four", "features_weights=weights.pt", "pixels has no weights"),
         ("checkpoint=run", "metrics=[fd_pixels,fid]", "fid cannot be measured"),
@@ -144,14 +144,14 @@ TYPED = {
     "import_latents": [
         ("out=null", "out"), ("source=nowhere", "nowhere"), ("source=empty", "empty"), ("format=ldm", "lightningdit"),
         ("source=latents", "latents"), ("kind=moments", "kind"), ("format=null", "fastdit"),
-        ("format=srdit", "dataset.json"), ("num_classes=2", "num_classes"),
+        ("format=srdit", "dataset.json"), ("num_classes=1", "num_classes"),
     ],
     "study": [
         ("part=0/3", "part=2/6"),
         ("rows=[nowhere.json]", "nowhere.json"), ("only=[dit,nope]", "only names nope"),
-        ("tasks=[train]", "also=[objective=nope]", "Could not find 'objective/nope'"),
+        ("tasks=[train]", "also=['objective=nope']", "Could not find 'objective/nope'"),
         ("tasks=[report,plot]", "tasks.1=plot"),
-        ("tasks=[train]", "study.variants.tread.train=[batch_size=x]", "variant tread: batch_size=x"),
+        ("tasks=[train]", "study.variants.tread.train=['batch_size=x']", "variant tread: batch_size=x"),
         ("study.variants.dit.at_end=[nope]", "study.variants.dit.at_end names nope"),
         ("tasks=[score]", "study.points.cfg=[['scale=x']]", "variant dit: scale=x"),
     ],
@@ -211,7 +211,7 @@ SPOILT = {
     ("sample diffusion_name=edm num_heads=2", "checkpoint", "weights.pt"): [
         (cut(), "weights.pt"), (put("", "<html>"), "it is damaged, or holds pickled"),
         (lambda path: torch.save({"epoch": 3}, path), "state dict"), (eight_bits, "float8_e4m3fn"),
-        (lambda path: torch.save({"conv.weight": torch.zeros(3)}, path), "not a DiT's"),
+        (lambda path: torch.save({"conv.weight": torch.zeros(3)}, path), "no DiT's state dict"),
         (lambda path: torch.save({key: a * torch.nan for key, a in torch.load(path, weights_only=True)["ema"].items()},
                                  path), "finite"),
     ],

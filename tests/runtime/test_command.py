@@ -179,7 +179,7 @@ def test_text_that_reads_as_a_number_is_what_was_typed_and_odd_text_needs_quotes
     (["steps"], "steps cannot be read: write key=value"), (["steps=x"], "steps=x: it should be a valid integer."),
     (["steps=3", "steps=4"], "steps is given 2 times: steps=3 steps=4."),
     (["name=a-0.tar", "name=a-1.tar", "name=a-2.tar"], "write 'name=x-{0..2}'"),
-    (["name=größe"], "\"name='größe'\""), (["name=a (1)"], "\"name='a (1)'\""), (["name=a=b"], "\"name='a=b'\""),
+    (["name=größe"], "\"name='größe'\""), (["name=a (1)"], "\"name='a (1)'\""), (["name=[a=b]"], "\"name=['…']\""), (["name=a=b"], "\"name='a=b'\""),
     (["name=a,b"], "\"name='a,b'\", and for a list 'name=[a,b]'"),
     (["name=[1]"], "name=[1]: it should be a valid string"),
     (["--steps=3"], "no dashes: steps=3."), (["--max-steps"], "no dashes: max-steps=<value>"),
