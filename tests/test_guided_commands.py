@@ -68,8 +68,8 @@ def test_rf_samples_sample_treads_images_guided_and_unguided_one_row_per_class(r
         for i in (0, 1, 5, 23):
             row, column = i % 3, i // 3
             left = grid.shape[1] - 8 * cell + column * cell + 1
-            drawn = grid[row * cell + 1 : row * cell + 65 : zoom, left : left + 64 : zoom]
-            assert np.abs(drawn - images[i]).max() <= 1, (file, i)
+            sampled = grid[row * cell + 1 : row * cell + 65 : zoom, left : left + 64 : zoom]
+            assert np.abs(sampled - images[i]).max() <= 1, (file, i)
     said = capsys.readouterr().out
     dense, strong, weak = (sum(multiply_adds(trained.net, routes)) for routes in (
         (), *((Route(1, 3, gamma),) for gamma in (0.3, 0.7))))

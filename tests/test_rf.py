@@ -159,7 +159,7 @@ def test_times_shifted_by_the_latents_size_are_sr_dits_in_training_and_sampling(
 def test_a_samplers_steps_follow_the_shift_of_training_unless_they_are_given_another(solver):
     net, z, y = ExactVelocity(0.5), torch.randn(3, 1, 4, 4), labels(3)
 
-    def drawn(diffusion, **given):
+    def sampled(diffusion, **given):
         settings = sampler_settings(diffusion, {"solver": solver, **given})
         torch.manual_seed(0)
         through_record = diffusion.sample(net, z, y, 5, **settings)
@@ -167,7 +167,7 @@ def test_a_samplers_steps_follow_the_shift_of_training_unless_they_are_given_ano
         assert torch.equal(diffusion.sample(net, z, y, 5, solver=solver, **given), through_record)
         return through_record, settings.get("shift")
 
-    (followed, recorded), (plain, none) = drawn(RF(shift=3.0)), drawn(RF())
+    (followed, recorded), (plain, none) = sampled(RF(shift=3.0)), sampled(RF())
     assert (recorded, none) == (3.0, None) and not torch.equal(followed, plain)
-    assert torch.equal(drawn(RF(), shift=3.0)[0], followed) and torch.equal(drawn(RF(shift=3.0), shift=1.0)[0], plain)
-    assert torch.equal(drawn(RF(shift="size"))[0], drawn(RF(shift=(16 / 4096) ** 0.5))[0])
+    assert torch.equal(sampled(RF(), shift=3.0)[0], followed) and torch.equal(sampled(RF(shift=3.0), shift=1.0)[0], plain)
+    assert torch.equal(sampled(RF(shift="size"))[0], sampled(RF(shift=(16 / 4096) ** 0.5))[0])

@@ -27,7 +27,7 @@ def run(tmp_path_factory):
     return write_run(tmp_path_factory.mktemp("run"), NETWORK, 1, {"name": "ddpm"}, class_names=["ant", "7", "cat"])
 
 
-def drawn(run, out, *options) -> dict:
+def sampled(run, out, *options) -> dict:
     steps = [] if any(option.startswith("num_steps=") for option in options) else ["num_steps=3"]
     run_command(sample.main, "sample.py", "cpu=true", *steps, f"checkpoint={run}", f"out={out}", *options)
     return dict(np.load(out))
@@ -36,7 +36,7 @@ def drawn(run, out, *options) -> dict:
 def test_scale_0_is_without_a_label_and_scale_1_without_guidance(run, tmp_path):
     """huggingface/diffusers#9680: scales 0 and 1 gave the same images, where 0 should be unconditional."""
     def images(*options):
-        return drawn(run, tmp_path / "x.npz", "seeds=[4]", *options)["arr_0"]
+        return sampled(run, tmp_path / "x.npz", "seeds=[4]", *options)["arr_0"]
 
     labels = [f"classes=[{label}]" for label in (0, 2)]
     zero = [images("guidance=cfg", "scale=0", label) for label in labels]
@@ -82,7 +82,7 @@ def test_the_interval_of_a_ddpm_is_in_sigma():
 def test_a_slip_raises_a_one_line_error_before_anything_is_sampled(options, message, run, tmp_path):
     """pytorch/torchtitan#746 and invoke-ai/InvokeAI#2386 (seeds), facebookresearch/DiT#108 (labels), and kin."""
     with pytest.raises(SystemExit) as ended:
-        drawn(run, tmp_path / "x.npz", *options)
+        sampled(run, tmp_path / "x.npz", *options)
     assert message in str(ended.value) and "\n" not in str(ended.value) and not (tmp_path / "x.npz").exists()
 
 
@@ -90,7 +90,7 @@ def test_a_slip_raises_a_one_line_error_before_anything_is_sampled(options, mess
 def test_one_step_is_a_picture_and_not_nan(diffusion, tmp_path):
     """archinetai/audio-diffusion-pytorch#15: the noise levels of a single step divide by 0."""
     run = write_run(tmp_path / "run", NETWORK | {"learn_sigma": False}, 1, {"name": diffusion})
-    latents = drawn(run, tmp_path / "x.npz", "seeds=0-1", "latents=true", "num_steps=1")["latents"]
+    latents = sampled(run, tmp_path / "x.npz", "seeds=0-1", "latents=true", "num_steps=1")["latents"]
     assert np.isfinite(latents).all() and latents.std() < 2
 
 
@@ -108,5 +108,5 @@ def test_a_weak_network_of_other_classes_or_latents_is_refused_where_it_has_a_la
     strong = write_run(tmp_path / "strong", NETWORK, 1, {"name": "ddpm"},
                        class_names=["ant", "7", "cat"], convention={"scale": 1.0, "shift": 0.0})
     with pytest.raises(SystemExit, match=message) if message else nullcontext():
-        drawn(strong, tmp_path / "x.npz", "seeds=0", f"weak={weak}", "scale=1.5", "gamma1=0", "gamma2=0",
+        sampled(strong, tmp_path / "x.npz", "seeds=0", f"weak={weak}", "scale=1.5", "gamma1=0", "gamma2=0",
               f"drop_label={str(drop_label).lower()}")
