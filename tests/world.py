@@ -56,7 +56,7 @@ def make(place: Path) -> Path:
     for part, row in (("features", np.full((1, 4, 8, 8), 0.5, np.float32)), ("labels", np.zeros(1, np.int64))):
         (place / f"pairs/imagenet256_{part}").mkdir(parents=True)
         for i in range(4):  # as fast-DiT stores latents
-            np.save(place / f"pairs/imagenet256_{part}/{i}.npy", row)
+            np.save(place / f"pairs/imagenet256_{part}/{i}.npy", row if part == "features" else row + i)
     return place
 
 
