@@ -2,13 +2,15 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from math import prod
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from routed.modules import own_class
 
 
 @dataclass(frozen=True)
@@ -19,15 +21,17 @@ class Blocks:
     has its own stream. In `joined` blocks, tokens that are never routed are in the same sequence as the others. If a
     block returns a tuple, `out` is the index of the tokens in it.
 
-    `along` maps each argument with a value per token to its token axis. An axis of samples or of size 1 comes before
-    it, except in a table (N, D). "name.0" is the first element of a tuple. {ndim: axis} applies only to tensors with
-    ndim axes. {ndim: (axis, rank)} applies to tables without a sample axis, which the block broadcasts to `rank` axes.
-    An axis of size 1 is left as it is. None marks an argument that a block must not receive. A function receives the
-    argument and a `Stay`, and returns what the block receives instead: `fewer`, `by_place(axis)` and others below.
+    `along` maps each argument with a value per token to the axis of the tokens, also in each tensor of a tuple, list or
+    dict; "name.0" is the first element of a tuple. The block receives (B, K, …), where each sample has its own rows. If
+    the axis is 0, the table has no batch axis: then `torch.func.vmap` calls the block sample by sample, unless there is
+    one. A negative axis counts from the end; if it is the first, the block broadcasts (B, K, …) itself. For what an
+    axis cannot say there are the functions `pairs`, `fewer` and `by_place(axis)`. None declares that an argument has no
+    value per token.
 
     `front` is the argument that counts the leading tokens of the stream, if those are never routed. Set `whole` if the
     network changes all tokens between two blocks: then each block removes its routed tokens and puts them back. `takes`
-    identifies a block of an original code: it lists every argument that the block may have.
+    identifies a block of an original code: it lists every argument that the block may have. `split` has a function for
+    each argument whose samples are not along its first axis: it receives the argument and B, and returns (B, …).
     """
 
     path: str
@@ -39,14 +43,19 @@ class Blocks:
     out: int = 0
     whole: bool = False
     takes: str = ""
+    split: Mapping[str, Callable[[Tensor, int], Tensor]] = field(default_factory=dict)
 
-    def found_in(self, network: nn.Module) -> list[nn.Module]:
+    def modules_of(self, network: nn.Module) -> list[nn.Module]:
         """Lists the blocks; raises ValueError if the network has none at this path."""
         try:
-            return list(network.get_submodule(self.path))
+            blocks = network.get_submodule(self.path)
         except AttributeError:
-            raise ValueError(f"{type(network).__name__} has no {self.path}. Lists of blocks in it: "
-                             f"{lists_of_blocks(network)}.") from None
+            blocks = None
+        blocks = list(blocks.values()) if isinstance(blocks, nn.ModuleDict) else blocks
+        if not isinstance(blocks, list | nn.ModuleList | nn.Sequential):
+            raise ValueError(f"{type(network).__name__} has no {self.path} with several blocks. Lists of blocks in it: "
+                             f"{lists_of_blocks(network)}.")
+        return list(blocks)
 
 
 @dataclass(frozen=True)
@@ -92,9 +101,9 @@ def first_image(call: dict) -> int:
     places = call["x_ids" if "x_ids" in call else "img_ids"]
     of_image = (places[0] if places.ndim == 3 else places)[:, 0]        # (N,)
     first = of_image == of_image[0]
-    if torch.compiler.is_compiling():
-        torch._assert_async(first.all(), "With condition images compile the blocks (compile_repeated_blocks), not the "
-                            "network: how many tokens may be routed depends on img_ids.")
+    if torch.compiler.is_compiling():       # a compiled assertion does not wait
+        assert first.all(), ("With condition images compile the blocks (compile_repeated_blocks), not the network: how "
+                             "many tokens may be routed depends on img_ids.")
         return len(first)
     return int(first.cumprod(dim=0).sum())
 
@@ -212,16 +221,37 @@ def grid_rows(table: Any, stay: Any) -> Any:
     return RotaryRows(torch.cat([part[i] for part, i in zip(table.split(cuts, dim=1), at, strict=True)], dim=-1))
 
 
-def in_lists(tables: Any, stay: Any) -> Any:
-    """Reduces DINOv3's lists of sines and cosines (N, D), which have one entry for each tensor of tokens."""
-    if isinstance(tables, list | tuple):
-        return type(tables)(in_lists(table, stay) for table in tables)
-    return tables if tables is None else stay.rows(tables, {2: (0, 4)})
-
-
 def first_rows(table: Tensor, stay: Any) -> Any:
     """Replaces minRF's table, which the network cuts to as many rows as a block has tokens."""
     return stay.rows(stay.network.freqs_cis[:stay.length], 0)
+
+
+def of_heads(table: Tensor, stay: Any) -> Tensor:
+    """Reduces timm's table (N, D), (heads, N, D) or (1, heads, N, D): (B, heads or 1, K, D)."""
+    return stay.rows(table.view(1, -1, *table.shape[-2:]), 2)
+
+
+def never(value: Any, stay: Any) -> Any:
+    """Raises ValueError for an argument that relates tokens to one another in a way that is not known."""
+    name = next(name for name, argument in stay.given.items() if argument is value)
+    raise ValueError(f"{stay.run.block}: {name} relates the tokens to one another, so tokens cannot be removed: call "
+                     f"the network without it, or name it in along=, as pairs for a mask (…, N, N).")
+
+
+def halves(value: Tensor, batch: int) -> Tensor:
+    """Splits Qwen-Image's conditions (B,) or (2B,), in which a second half belongs to the condition images."""
+    return value.view(-1, batch, *value.shape[1:]).transpose(0, 1)
+
+
+def ends_of_each(ends: Tensor, batch: int) -> Tensor:
+    """Splits flash attention's cumulative lengths (2B + 1,) into those of each sample, (B, 3)."""
+    starts = ends[:-1:2]
+    return torch.stack([starts - starts, ends[1::2] - starts, ends[2::2] - starts], dim=1)
+
+
+def with_last(value: Tensor, batch: int) -> Tensor:
+    """Splits Qwen-Image 2.1's modulation (B + 1, D), whose last row is for tokens that are not predicted: (B, 2, D)."""
+    return torch.stack([value[:batch], value[-1:].expand(batch, -1)], dim=1) if len(value) > batch else value[:, None]
 
 
 def full_attention(settings: Any, stay: Any) -> Any:
@@ -252,15 +282,15 @@ CONTROLNETS = ("controlnet_block_samples", "controlnet_single_block_samples")
 FAMILIES = {
     "dit.DiT": Family((Blocks("blocks", {"positions": 1}),), alone=("routes", "mask_noise")),
     "timm.VisionTransformer": Family(
-        (Blocks("blocks", {"attn_mask": None}, joined=True),), text=in_front),
+        (Blocks("blocks", {"attn_mask": never}, joined=True),), text=in_front),
     "timm.Eva": Family(
-        (Blocks("blocks", {"rope": {2: (0, 4), 3: (1, 4), 4: 2}, "attn_mask": None}, joined=True),), text=in_front),
-    "transformers.ViTModel": Family((Blocks("layers", {MASK: None}, joined=True),), text=in_front),
+        (Blocks("blocks", {"rope": of_heads, "attn_mask": never}, joined=True),), text=in_front),
+    "transformers.ViTModel": Family((Blocks("layers", {MASK: never}, joined=True),), text=in_front),
     **dict.fromkeys(
         ("transformers.Dinov2Model", "transformers.Dinov2WithRegistersModel"),
-        Family((Blocks("encoder.layer", {MASK: None}, joined=True),), text=in_front)),
+        Family((Blocks("encoder.layer", {MASK: never}, joined=True),), text=in_front)),
     "transformers.DINOv3ViTModel": Family(
-        (Blocks("model.layer", {"position_embeddings": {2: (0, 4)}, MASK: None}, joined=True),), text=in_front),
+        (Blocks("model.layer", {"position_embeddings": 0, MASK: never}, joined=True),), text=in_front),
     "diffusers.DiTTransformer2DModel": Family((Blocks("transformer_blocks"),)),
     "diffusers.PixArtTransformer2DModel": Family((Blocks("transformer_blocks", {MASK: 2}),)),
     "diffusers.SD3Transformer2DModel": Family(
@@ -302,11 +332,12 @@ FAMILIES = {
         (Blocks("layers", {MASK: 1, ROPE: 1}, joined=True),),
         text=lambda network, call: call["encoder_attention_mask"].sum(dim=1)),
     "diffusers.QwenImageTransformer2DModel": Family(
-        (Blocks("transformer_blocks", {f"{ROPE}.0": 0, "modulate_index": 1}, text=TEXT, out=1),),
+        (Blocks("transformer_blocks", {f"{ROPE}.0": 0, "modulate_index": 1}, text=TEXT, out=1,
+                split={"temb": halves}),),
         free=first_of_shapes, alone=("controlnet_block_samples",)),
     "diffusers.QwenImage21Transformer2DModel": Family(
-        (Blocks("transformer_blocks", {"rotary_emb": 0, "target_token_mask": alike, "key_valid": 1, MASK: None},
-                joined=True),), free=lambda call: prod(call["img_shapes"][0][-1]), alone=("kv_cache",)),
+        (Blocks("transformer_blocks", {"rotary_emb": 0, "target_token_mask": alike, "key_valid": 1, MASK: never},
+                joined=True, split={"modulation": with_last}),), free=lambda call: prod(call["img_shapes"][0][-1]), alone=("kv_cache",)),
     "diffusers.ZImageTransformer2DModel": Family(
         (Blocks("layers", {"attn_mask": 1, "freqs_cis": 1}, joined=True),), free=padded_image, text_last=True,
         alone=("controlnet_block_samples", "siglip_feats")),
@@ -316,25 +347,26 @@ FAMILIES = {
     "diffusers.HunyuanVideo15Transformer3DModel": Family((Blocks("transformer_blocks", {"freqs_cis": 0}, text=TEXT),)),
     **dict.fromkeys(
         ("diffusers.WanTransformer3DModel", "diffusers.ChronoEditTransformer3DModel"),
-        Family((Blocks("blocks", {"rotary_emb": 1, "temb": {4: 1}}),))),
+        Family((Blocks("blocks", {"rotary_emb": 1, "temb": -3}),))),
     "diffusers.WanVACETransformer3DModel": Family((Blocks("blocks", {"rotary_emb": 1}, whole=True),)),
     "diffusers.SkyReelsV2Transformer3DModel": Family(
-        (Blocks("blocks", {"rotary_emb": 1, "temb": {4: 2}, MASK: None}),)),
+        (Blocks("blocks", {"rotary_emb": 1, "temb": -2, MASK: never}),)),
     "diffusers.LTXVideoTransformer3DModel": Family((Blocks("transformer_blocks", {ROPE: 1, "temb": 1}),)),
     "diffusers.LTX2VideoTransformer3DModel": Family(
         (Blocks("transformer_blocks", {
-            "video_rotary_emb": {3: 1, 4: 2}, "ca_video_rotary_emb": {3: 1, 4: 2}, "temb": 1, "temb_ca_scale_shift": 1,
-            "temb_ca_gate": 1, "self_attention_mask": None}),)),
+            "video_rotary_emb": -2, "ca_video_rotary_emb": -2, "temb": 1, "temb_ca_scale_shift": 1,
+            "temb_ca_gate": 1, "self_attention_mask": never}),)),
     "diffusers.CosmosTransformer3DModel": Family(
-        (Blocks("transformer_blocks", {ROPE: 0, "extra_pos_emb": 1, "embedded_timestep": {3: 1}, "temb": {3: 1}}),),
+        (Blocks("transformer_blocks", {ROPE: 0, "extra_pos_emb": 1, "embedded_timestep": -2, "temb": -2}),),
         alone=("block_controlnet_hidden_states",)),
-    "diffusers.MochiTransformer3DModel": Family((Blocks("transformer_blocks", {ROPE: {3: (0, 4)}}, text=TEXT),)),
+    "diffusers.MochiTransformer3DModel": Family((Blocks("transformer_blocks", {ROPE: -3}, text=TEXT),)),
     "diffusers.Kandinsky5Transformer3DModel": Family(
-        (Blocks("visual_transformer_blocks", {"rope": 1, "sparse_params": None}),)),
+        (Blocks("visual_transformer_blocks", {"rope": 1, "sparse_params": never}),)),
     "diffusers.Kandinsky6Transformer3DModel": Family(
-        (Blocks("visual_transformer_blocks", {"vis_rope": {5: (0, 6)}}),)),
+        (Blocks("visual_transformer_blocks", {"vis_rope": -5}),)),
 }
 ENDS = dict(cu_seqlens_q=fewer_in_all, cu_seqlens_kv=fewer_in_all, max_seqlen_q=fewer, max_seqlen_kv=fewer)
+EACH = dict(cu_seqlens_q=ends_of_each, cu_seqlens_kv=ends_of_each)
 HUNYUAN = {"freqs_cis": 0, "attn_mask": pairs, "total_len": fewer, **ENDS}
 FLUX = Family((Blocks("double_blocks", {"pe": 2}, text="txt",
                       takes="img txt vec pe txt_attention_mask control_lengths"),
@@ -353,7 +385,7 @@ CODES = {  # original code, recognised by the class and by its lists of blocks w
     "MMDiTX": (
         Family((Blocks("joint_blocks", tokens=1, text=0, out=1),), alone=("controlnet_hidden_states",)),),
     "DinoVisionTransformer": (
-        Family((Blocks("blocks", {"rope_or_rope_list": in_lists}, joined=True,
+        Family((Blocks("blocks", {"rope_or_rope_list": 0}, joined=True,
                        takes="x x_or_x_list rope_or_rope_list"),), text=in_front),),
     "Flux": (FLUX,),
     "Flux2": (
@@ -373,11 +405,11 @@ CODES = {  # original code, recognised by the class and by its lists of blocks w
         Family((Blocks("layers", {"x_mask": 1, "freqs_cis": 1, "pe": 1}, joined=True,
                        takes="x x_mask freqs_cis pe adaln_input"),), text=words_of_one_size),),
     "WanModel": (
-        Family((Blocks("blocks", {"e": {4: 1}, "seq_lens": fewer, "grid_sizes": grid_line, "freqs": grid_rows},
+        Family((Blocks("blocks", {"e": -3, "seq_lens": fewer, "grid_sizes": grid_line, "freqs": grid_rows},
                        takes="x e seq_lens grid_sizes freqs context context_lens"),)),),
     "HYVideoDiffusionTransformer": (
-        Family((Blocks("double_blocks", HUNYUAN, text="txt", takes=f"img txt vec {' '.join(HUNYUAN)}"),
-                Blocks("single_blocks", HUNYUAN, joined=True, takes=f"x vec txt_len {' '.join(HUNYUAN)}")),
+        Family((Blocks("double_blocks", HUNYUAN, text="txt", takes=f"img txt vec {' '.join(HUNYUAN)}", split=EACH),
+                Blocks("single_blocks", HUNYUAN, joined=True, takes=f"x vec txt_len {' '.join(HUNYUAN)}", split=EACH)),
                text_last=True),),
     "HunyuanVideo_1_5_DiffusionTransformer": (
         Family((Blocks("double_blocks", {"freqs_cis": 0, "attn_param": full_attention}, text="txt",
@@ -423,7 +455,7 @@ def lists_of_blocks(network: nn.Module) -> str:
 
 def argument_names(module: nn.Module) -> tuple[str, ...]:
     """Returns a module's argument names in order; those of `_forward` if forward passes all its arguments to it."""
-    for forward in (getattr(type(module), name, None) for name in ("forward", "_forward")):
+    for forward in (getattr(own_class(module), name, None) for name in ("forward", "_forward")):
         parts = inspect.signature(forward).parameters.values() if forward else ()
         kinds = [inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD]
         if all(part.kind != part.VAR_POSITIONAL for part in parts):
@@ -436,7 +468,20 @@ def argument_names(module: nn.Module) -> tuple[str, ...]:
 
 def takes_any(module: nn.Module) -> bool:
     """True if a module takes arguments of any name."""
-    return any(part.kind == part.VAR_KEYWORD for part in inspect.signature(type(module).forward).parameters.values())
+    return any(part.kind == part.VAR_KEYWORD for part in inspect.signature(own_class(module).forward).parameters.values())
+
+
+def mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """Applies a function to a value, or to all values inside of tuples, lists and dicts."""
+    if isinstance(value, Mapping):
+        return {key: mapped(function, part) for key, part in value.items()} if type(value) is dict else value
+    if isinstance(value, tuple | list):
+        parts = [mapped(function, part) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{part.name: mapped(function, getattr(value, part.name)) for part in fields(value)
+                                 if part.init})
+    return function(value)
 
 
 def only_element(tokens: Any) -> Any:
@@ -458,13 +503,21 @@ def fits(family: Family, network: nn.Module) -> bool:
                for blocks, takes in lists)
 
 
+def owner_of(network: nn.Module) -> type:
+    """Returns the class whose forward a network runs."""
+    owner = next(base for base in own_class(network).__mro__ if "forward" in vars(base))
+    return own_class(network) if owner is nn.Module else owner       # its blocks are called from outside, as in a pipeline
+
+
+def check_refused(network: nn.Module) -> None:
+    """Raises ValueError, with the reason, for a class that cannot be routed."""
+    if (name := owner_of(network).__name__) in REFUSED:
+        raise ValueError(f"{name} cannot be routed exactly: {REFUSED[name]}.")
+
+
 def family_of(network: nn.Module) -> Family:
     """Finds a network's row by the class whose forward it runs; raises ValueError for a class without one."""
-    owner = next(base for base in type(network).__mro__ if "forward" in vars(base))
-    if owner is nn.Module:                  # its blocks are called from outside, as in a pipeline of stages
-        owner = type(network)
-    if owner.__name__ in REFUSED:
-        raise ValueError(f"{owner.__name__} cannot be routed exactly: {REFUSED[owner.__name__]}.")
+    owner = owner_of(network)
     family = FAMILIES.get(f"{owner.__module__.partition('.')[0]}.{owner.__name__}")
     families = CODES.get(owner.__name__, ()) if family is None else [family]
     family = family or next((family for family in families if fits(family, network)), None)
@@ -485,4 +538,5 @@ def network_of(model: nn.Module) -> nn.Module:
     if hasattr(model, "get_base_model"):
         return network_of(model.get_base_model())
     parts = [name for name, _ in model.named_children()]
-    return network_of(getattr(model, parts[0])) if parts in (["_orig_mod"], ["module"]) else model
+    wrappers = ["_orig_mod"], ["module"], ["_checkpoint_wrapped_module"]
+    return network_of(getattr(model, parts[0])) if parts in wrappers else model

@@ -5,19 +5,25 @@ import re
 
 import pytest
 import torch
-from foreign_networks import NETWORKS, family
+from foreign_networks import family
 from test_codes import NETWORKS as CODES
 from test_codes import Attention, D, N, called, network, table_of
 from test_routed import refused
 from torch import nn
 from torch.nn import functional as F
 
-from routed import Route, passes, probe, routed
-from routed.families import by_place
-from routed.trial import Trials
+from routed import Route, by_place, routed
+from routed.trial import TRIED, Trials
 
 BATCH, HALF = 3, [Route(0, -1, 0.5)]
 X, PLACES = torch.randn(BATCH, N, D), torch.arange(N)
+
+
+def trials_of(net, call, routes=HALF, **description):
+    TRIED.pop(net, None)
+    with torch.no_grad(), routed(net, routes, **description) as routing:
+        call()
+    return routing.trials
 
 
 def somebodys(block, forward=None, name="SiT", **settings):
@@ -33,11 +39,11 @@ def somebodys(block, forward=None, name="SiT", **settings):
     return net
 
 
-def attention(self, x, c):
+def attention(self, x, c=None):
     return self.attend(x)
 
 
-def rotary(self, x, c):
+def rotary(self, x, c=None):
     return self.attend(x, lambda q: q * table_of(PLACES[:x.shape[1]]))
 
 
@@ -117,15 +123,6 @@ def test_blocks_that_depend_on_order_alone_are_routed_if_the_user_says_so():
         assert torch.allclose(net(X[b:b + 1, ids])[0], out[b, ids], atol=1e-6)
 
 
-@pytest.mark.parametrize("zero", ["gate", "scale"])
-def test_a_block_that_starts_as_the_identity_is_tried_with_open_gates(zero):
-    net = somebodys(lambda self, x, c: x + self.gate * (rotary(self, x, c) - x))
-    for part in net.blocks:
-        part.gate = nn.Parameter(torch.full((D,), 0.0 if zero == "gate" else 1e-5))
-    assert "depends on where" in refused(net, HALF, lambda: net(X))
-    assert all(float(part.gate.max()) < 1e-4 for part in net.blocks)
-
-
 def test_blocks_of_other_settings_are_tried_too():
     """Only the second pools its keys."""
     net = somebodys(lambda self, x, c: (pooled_keys if self.pools else attention)(self, x, c), pools=False)
@@ -172,36 +169,25 @@ def test_a_trial_leaves_the_network_and_the_random_numbers_as_they_were_and_happ
     assert [len(part.log) for part in net.blocks] == [3, 5, 3]
 
 
-def test_networks_of_libraries_are_not_tried_unless_asked():
+def test_similar_blocks_of_a_network_are_tried_once():
     case = family("SD3Transformer2DModel")
-    rows = probe(case.model, case.call)
-    assert [row.block for row in rows] == ["block 0 of transformer_blocks (JointTransformerBlock)",
-                                           "block 3 of transformer_blocks (JointTransformerBlock)"]
-
-
-@pytest.mark.parametrize("name", NETWORKS)
-def test_every_known_network_of_a_library_passes(name):
-    case = family(name)
-    rows = probe(case.model, case.call)
-    assert rows and all(row.deviation < 1e-5 < row.tolerance < 1e-2 and row.dtype == torch.float32 for row in rows)
+    assert [row.block for row in trials_of(case.model, case.call)] == [
+        "block 0 of transformer_blocks (JointTransformerBlock)", "block 3 of transformer_blocks (JointTransformerBlock)"]
 
 
 @pytest.mark.parametrize("name", CODES)
 def test_networks_like_original_codes_pass_wherever_a_route_starts(name):
     net = CODES[name]()
     for routes in (HALF, [Route(1, -1, 0.5)]):
-        rows = probe(net, lambda: called(net, X, PLACES), routes)
+        rows = trials_of(net, lambda: called(net, X, PLACES), routes)
         assert rows and all(row.deviation < 1e-5 for row in rows)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_the_tolerance_is_that_of_the_precision(dtype):
+def test_a_trial_runs_in_float32_at_least(dtype):
     net = somebodys(attention).to(dtype)
-    row = probe(net, lambda: net(X.to(dtype)))[0]
-    assert row.dtype == dtype and row.deviation < row.tolerance < 0.2
-    with torch.autocast("cpu", torch.bfloat16):
-        net = somebodys(attention)
-        assert probe(net, lambda: net(X))[0].dtype == torch.bfloat16
+    [row] = trials_of(net, lambda: net(X.to(dtype)))
+    assert row.dtype == torch.float32 and row.deviation < 1e-5 < row.tolerance < 2e-3
 
 
 def test_compiled_code_is_not_tried(monkeypatch):
@@ -228,13 +214,13 @@ def test_no_routes_inside_of_routes_are_dense_until_they_are_left():
         with routed(net, []) as routing:
             assert torch.equal(net(X), dense) and routing.ids_keep == []
         assert torch.equal(net(X), out) and not torch.allclose(out, dense)
-    assert torch.equal(net(X), dense) and passes.routed is routed
+    assert torch.equal(net(X), dense)
 
 
 def test_a_description_that_is_made_anew_in_each_step_is_tried_once(monkeypatch):
     net, seen, measure = CODES["LightningDiT"](), [], Trials.measure
-    monkeypatch.setattr(Trials, "measure", lambda self, stay, *rest: (
-        seen.append(stay.run.block.index) or measure(self, stay, *rest)))
+    monkeypatch.setattr(Trials, "measure", lambda self, kept, *rest: (
+        seen.append(kept.run.block.index) or measure(self, kept, *rest)))
     for _ in range(3):
         with routed(net, HALF, blocks="blocks", along={"feat_rope": by_place(2)}):
             called(net, X, PLACES)

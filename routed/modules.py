@@ -1,0 +1,146 @@
+"""Calls of a routed network pass through here: while it is routed, its modules have a subclass of their class.
+
+So does torch in `parametrize` and FSDP2. isinstance and compiled code notice it, an instance's own forward, hooks and
+checkpoints inside of a block stay inside, and pickling and copying can be right.
+"""
+
+import copy
+import threading
+import weakref
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Backward(threading.local):
+    """The pass and the block (the number of blocks: the network) that the backward of this thread has reached.
+
+    Hooks on the gradients of a block's output set it, before a checkpoint around the block recomputes it. So the pass is
+    known there, wherever and in whatever order backward is called.
+    """
+
+    run: Callable[[], Any] = staticmethod(lambda: None)     # a weak reference
+    index = -1
+
+    def reach(self, run: Any, index: int, _gradient: Tensor | None = None) -> None:
+        self.run, self.index = weakref.ref(run), index
+
+    def clear(self, _gradient: Tensor | None = None) -> None:
+        self.run, self.index = Backward.run, -1
+
+
+BACKWARD = Backward()
+
+
+class Entry:
+    """What a routed module holds: its block and its open routing, or None while only a backward may still come."""
+
+    def __init__(self):
+        self.routing: Any = None
+        self.block: Any = None              # None: the network itself
+        self.holders = 0
+
+    def call(self, module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if torch.compiler.is_compiling():
+            routing, run = self.routing, None
+        else:
+            routing = self.routing if self.routing is not None and self.routing.is_here() else None
+            run = self.recomputed(module, routing, args, kwargs)
+        if run is not None and module is not run.routing.network:
+            return run.recompute(run.routing.block_of[module], forward, args, kwargs)
+        if run is not None:
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                BACKWARD.clear()
+        return forward(*args, **kwargs) if routing is None else routing.call(self.block, forward, args, kwargs)
+
+    def recomputed(self, module: nn.Module, routing: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Returns the pass of which a backward recomputes this module, or None for a call in a forward pass."""
+        run = BACKWARD.run()
+        if run is None or not torch.is_grad_enabled() or routing is not None and routing.active is not None:
+            return None
+        if module is not run.routing.network:
+            return run if module in run.routing.block_of else None
+        if routing is not run.routing and not pointers(args, kwargs).isdisjoint(run.pointers):
+            BACKWARD.index = len(run.routing.blocks)
+            return run
+        BACKWARD.clear()                    # a new pass; inside routed() so is a recomputed one, of the same random state
+        return None
+
+
+class RoutedModule:
+    """Comes before a module's class while the module is routed."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._routed.call(self, super().__call__, args, kwargs)
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        if self._routed.routing is not None:
+            raise ValueError(f"{type(self).__name__} cannot be pickled or saved inside routed(): save its "
+                             f"state_dict(), or save it after the `with` block.")
+        _, _, state, *rest = super().__reduce_ex__(protocol)
+        own = own_class(self)
+        return own.__new__, (own,), without(state), *rest
+
+    def __deepcopy__(self, memo: dict) -> nn.Module:
+        """Returns a copy that is not routed, with weights of its own."""
+        _, _, state, *_ = super().__reduce_ex__(4)
+        other = own_class(self).__new__(own_class(self))
+        memo[id(self)] = other
+        other.__setstate__(copy.deepcopy(without(state), memo))
+        return other
+
+
+class RoutedNetwork(RoutedModule):
+    """Comes before a network's class; compiled code and PEFT call its forward only."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._routed.call(self, super().forward, args, kwargs)
+
+
+def without(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if name != "_routed"}
+
+
+def own_class(module: nn.Module) -> type:
+    """Returns a module's class without routing."""
+    classes = type(module).__mro__
+    return classes[classes.index(RoutedModule) + 1] if isinstance(module, RoutedModule) else classes[0]
+
+
+@cache
+def routed_class(own: type, routed: type) -> type:
+    return type(own.__name__, (routed, own), {
+        "__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__})
+
+
+def install(module: nn.Module, routing: Any, block: Any) -> None:
+    """Lets a module's calls pass through a routing."""
+    if "_routed" not in vars(module):
+        vars(module)["_routed"] = Entry()
+        object.__setattr__(module, "__class__", routed_class(
+            type(module), RoutedNetwork if block is None else RoutedModule))
+    entry = vars(module)["_routed"]
+    entry.routing, entry.block, entry.holders = routing, block, entry.holders + 1
+
+
+def uninstall(module: nn.Module) -> None:
+    """Undoes one `install`; after the last, a module is as it was."""
+    entry = vars(module)["_routed"]
+    entry.holders -= 1
+    if not entry.holders:
+        object.__setattr__(module, "__class__", own_class(module))
+        del vars(module)["_routed"]
+
+
+def entry_of(module: nn.Module) -> Entry | None:
+    return vars(module).get("_routed")
+
+
+def pointers(args: tuple, kwargs: dict[str, Any]) -> set[int]:
+    """Returns where the tensors of a call lie, which tells a recomputed call from a new one."""
+    return {value.data_ptr() for value in [*args, *kwargs.values()] if isinstance(value, Tensor)}
