@@ -337,7 +337,8 @@ FAMILIES = {
         free=first_of_shapes, alone=("controlnet_block_samples",)),
     "diffusers.QwenImage21Transformer2DModel": Family(
         (Blocks("transformer_blocks", {"rotary_emb": 0, "target_token_mask": alike, "key_valid": 1, MASK: never},
-                joined=True, split={"modulation": with_last}),), free=lambda call: prod(call["img_shapes"][0][-1]), alone=("kv_cache",)),
+                joined=True, split={"modulation": with_last}),),
+        free=lambda call: prod(call["img_shapes"][0][-1]), alone=("kv_cache",)),
     "diffusers.ZImageTransformer2DModel": Family(
         (Blocks("layers", {"attn_mask": 1, "freqs_cis": 1}, joined=True),), free=padded_image, text_last=True,
         alone=("controlnet_block_samples", "siglip_feats")),
@@ -468,13 +469,15 @@ def argument_names(module: nn.Module) -> tuple[str, ...]:
 
 def takes_any(module: nn.Module) -> bool:
     """True if a module takes arguments of any name."""
-    return any(part.kind == part.VAR_KEYWORD for part in inspect.signature(own_class(module).forward).parameters.values())
+    parts = inspect.signature(own_class(module).forward).parameters.values()
+    return any(part.kind == part.VAR_KEYWORD for part in parts)
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     """Applies a function to a value, or to all values inside of tuples, lists and dicts."""
     if isinstance(value, Mapping):
-        return {key: mapped(function, part) for key, part in value.items()} if type(value) is dict else value
+        is_plain = type(value) is dict
+        return {key: mapped(function, part) for key, part in value.items()} if is_plain else value
     if isinstance(value, tuple | list):
         parts = [mapped(function, part) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
@@ -506,7 +509,8 @@ def fits(family: Family, network: nn.Module) -> bool:
 def owner_of(network: nn.Module) -> type:
     """Returns the class whose forward a network runs."""
     owner = next(base for base in own_class(network).__mro__ if "forward" in vars(base))
-    return own_class(network) if owner is nn.Module else owner       # its blocks are called from outside, as in a pipeline
+    # its blocks may be called from outside, as in a pipeline
+    return own_class(network) if owner is nn.Module else owner
 
 
 def check_refused(network: nn.Module) -> None:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 class Backward(threading.local):
     """The pass and the block (the number of blocks: the network) that the backward of this thread has reached.
 
-    Hooks on the gradients of a block's output set it, before a checkpoint around the block recomputes it. So the pass is
-    known there, wherever and in whatever order backward is called.
+    Hooks on the gradients of a block's output set it, before a checkpoint around the block recomputes it. So the pass
+    is known there, wherever and in whatever order backward is called.
     """
 
     run: Callable[[], Any] = staticmethod(lambda: None)     # a weak reference
@@ -48,28 +48,22 @@ class Entry:
             routing, run = self.routing, None
         else:
             routing = self.routing if self.routing is not None and self.routing.is_here() else None
-            run = self.recomputed(module, routing, args, kwargs)
-        if run is not None and module is not run.routing.network:
-            return run.recompute(run.routing.block_of[module], forward, args, kwargs)
+            run = self.recomputed(module, routing)
         if run is not None:
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                BACKWARD.clear()
+            return run.recompute(run.routing.block_of[module], forward, args, kwargs)
         return forward(*args, **kwargs) if routing is None else routing.call(self.block, forward, args, kwargs)
 
-    def recomputed(self, module: nn.Module, routing: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Returns the pass of which a backward recomputes this module, or None for a call in a forward pass."""
+    def recomputed(self, module: nn.Module, routing: Any) -> Any:
+        """Returns the pass of which a backward recomputes this block, or None for a call in a forward pass.
+
+        A recomputed network begins a new pass, which has the same masks, as a checkpoint restores the random state.
+        """
         run = BACKWARD.run()
         if run is None or not torch.is_grad_enabled() or routing is not None and routing.active is not None:
             return None
-        if module is not run.routing.network:
-            return run if module in run.routing.block_of else None
-        if routing is not run.routing and not pointers(args, kwargs).isdisjoint(run.pointers):
-            BACKWARD.index = len(run.routing.blocks)
-            return run
-        BACKWARD.clear()                    # a new pass; inside routed() so is a recomputed one, of the same random state
-        return None
+        if self.block is None and routing is None:
+            BACKWARD.clear()                # a dense pass
+        return run if module in run.routing.block_of else None
 
 
 class RoutedModule:
@@ -139,8 +133,3 @@ def uninstall(module: nn.Module) -> None:
 
 def entry_of(module: nn.Module) -> Entry | None:
     return vars(module).get("_routed")
-
-
-def pointers(args: tuple, kwargs: dict[str, Any]) -> set[int]:
-    """Returns where the tensors of a call lie, which tells a recomputed call from a new one."""
-    return {value.data_ptr() for value in [*args, *kwargs.values()] if isinstance(value, Tensor)}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from routed import families
 from routed.families import Blocks, Family, argument_names, bare, family_of, mapped, network_of, only_element, takes_any
-from routed.modules import BACKWARD, entry_of, install, own_class, pointers, uninstall
+from routed.modules import BACKWARD, entry_of, install, own_class, uninstall
 from routed.trial import TRIED, Trial, Trials
 from routing_module import Route, Router, resolve_routes
 
@@ -191,7 +191,7 @@ def sample_by_sample(function: Callable, block: Block, taken: dict, batch: int, 
         batched.append(value)
         return Hidden(len(batched) - 1)
 
-    tables = {name: part for name, part in block.by_sample}
+    tables = dict(block.by_sample)
     hidden = {name: type(value)(mapped(partial(hide, name=name, is_table=str(i) == tables[name]), v)
                                 for i, v in enumerate(value)) if tables.get(name) and isinstance(value, tuple | list)
               else mapped(partial(hide, name=name, is_table=name in tables), value) for name, value in taken.items()}
@@ -227,7 +227,6 @@ class Pass:
     def __init__(self, routing: "Routing"):
         self.routing, self.last, self.has_gradient = routing, -1, torch.is_grad_enabled()
         self.recomputes, self.is_held, self.without_network = False, False, True
-        self.pointers: set[int] = set()         # of the call's tensors
         # A number, one for each sample (B,), or positions in the sequence; None until a block's call determines it.
         self.text: Any = None if routing.family.free else routing.keep
         self.free = 0
@@ -454,7 +453,8 @@ class Pass:
         """Returns the output of a block that got `tokens`, and the tokens in it; at a route's end, all tokens."""
         block, spec, several = self.block, self.block.spec, isinstance(output, tuple | list)
         x = output[spec.out] if several and len(output) > spec.out else output
-        handed = [(part, given[name]) for name, part in taken.items() if part is not given[name] and part is not tokens]
+        handed = [] if torch.compiler.is_compiling() else [
+            (part, given[name]) for name, part in taken.items() if part is not given[name] and part is not tokens]
         streams = [part for part in output if isinstance(part, Tensor) and part.ndim == 3
                    and all(part is not argument for argument, _ in handed)] if several else []
         is_ambiguous = len(streams) > 1 and self.routing.described and block.text is None and spec.text is None
@@ -464,7 +464,7 @@ class Pass:
             raise ValueError(f"{block} gets tokens {tuple(tokens.shape)} and returns {what}: describe what is routed "
                              f"by family=Family((Blocks(path, tokens=, text=, out=),)).")
         self.between = not block.ends
-        if several:                         # an argument that a block hands on has all its rows again
+        if handed and several:              # an argument that a block hands on has all its rows again
             output = type(output)(next((full for part, full in handed if part is value), value) for value in output)
         if not (block.ends or spec.whole):
             return output, x
@@ -472,8 +472,6 @@ class Pass:
         if block.ends and not self.recomputes:          # detached, because its graph refers to this pass
             self.away[block.r] = self.away[block.r].detach() if self.has_gradient else None
             self.along[block.r].clear()
-        elif block.ends is False:
-            self.away[block.r] = self.away[block.r].detach() if self.recomputes else self.away[block.r]
         return type(output)([*output[:spec.out], x, *output[spec.out + 1:]]) if several else x, x
 
 
@@ -524,8 +522,8 @@ class Options:
         family = family_of(network)
         if self.keep is not None:
             if family.text or family.free or any(spec.text is not None for spec in family.lists):
-                raise ValueError(f"keep= does not apply: {type(network).__name__} is known, and which of its tokens are "
-                                 f"never routed is counted. Use keep_mask= for others.")
+                raise ValueError(f"keep= does not apply: in {type(network).__name__}, which is known, the tokens that "
+                                 f"are never routed are counted. Use keep_mask= for others.")
             family = replace(family, lists=tuple(replace(spec, joined=True) for spec in family.lists))
         return replace(family, lists=tuple(replace(spec, along={**spec.along, **along}) for spec in family.lists))
 
@@ -662,14 +660,11 @@ class Routing:
             needs_gradient("The network")
         run = self.active = self.begin(self.defaults | given)
         run.without_network = False
-        if not torch.compiler.is_compiling():
-            run.pointers = pointers(args, kwargs)
+        thread, self.thread = self.thread, self.thread if torch.compiler.is_compiling() else threading.get_ident()
         try:
             output = forward(*args, **kwargs)
-        except BaseException:
-            self.active = None
-            raise
-        self.active = None
+        finally:
+            self.active, self.thread = None, thread
         if self.trials:
             self.trials.left, self.trials.inputs = None, set()
         run.advance(len(self.blocks))

@@ -259,7 +259,9 @@ class NoDropout(TorchFunctionMode):
         if function in self.dropouts:
             return args[0] if args else kwargs["input"]
         if function is F.scaled_dot_product_attention:
-            args, kwargs = ((*args[:4], 0.0, *args[5:]), kwargs) if len(args) > 4 else (args, kwargs | {"dropout_p": 0.0})
+            is_named = len(args) < 5
+            args, kwargs = args if is_named else (*args[:4], 0.0, *args[5:]), kwargs | {"dropout_p": 0.0} if is_named \
+                else kwargs
         if function is F.multi_head_attention_forward:
             bound = inspect.signature(function).bind(*args, **kwargs)
             bound.arguments["dropout_p"] = 0.0

@@ -442,8 +442,8 @@ def test_a_recomputed_pass_frees_its_tokens_with_its_graph(name):
         with routed(net, [Route(0, -1, 0.75)]):
             out = checkpoint(called, net, torch.randn(BATCH, N, D), torch.arange(N), use_reentrant=False)
             seen = weakref.ref(net._routed.routing.latest)
-        assert seen() is not None
-        out.sum().backward()
+            assert seen() is not None
+            out.sum().backward()
         del out
         assert seen() is None
     finally:

@@ -2,7 +2,6 @@
 
 import json
 from fractions import Fraction
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,11 +18,8 @@ from test_routed import (
     own,
     refused,
 )
-from torch.nn import functional as F
 
-from objectives.diffusion import draw_mask_noise
 from routed import Route, Router, routed
-from routing_module import kept_tokens
 
 SD3 = "SD3Transformer2DModel"
 FORCED = ("FluxTransformer2DModel, Kontext", "Flux2Transformer2DModel", SD3, "WanTransformer3DModel",
@@ -58,7 +54,7 @@ def test_as_many_tokens_are_kept_as_the_mask_keeps_in_any_sample_or_an_error_has
         assert routing.ids_keep[0].shape == (BATCH, most)
         assert set(mask[1].nonzero().flatten().tolist()) == set(routing.ids_keep[0][1].tolist())
         says = f"keeps more tokens than the {few} of {case.n} that are kept at selection ratio 0.75"
-        with pytest.raises(RuntimeError, match=says), routed(case.model, ALL_BUT_A_QUARTER, keep_mask=mask, grow=False):
+        with pytest.raises(ValueError, match=says), routed(case.model, ALL_BUT_A_QUARTER, keep_mask=mask, grow=False):
             case.call()
 
 
@@ -66,31 +62,6 @@ def test_k_grows_exactly_whatever_the_number_of_tokens():
     for length in range(1, 130):
         for stay in range(1, length + 1):
             assert length - int(length * Fraction(length - stay, length)) == stay
-
-
-@pytest.mark.parametrize("name", [FLUX, SD3])
-def test_a_masked_loss_keeps_the_tokens_that_keep_masked_keeps(name):
-    """There, too, those over whose patch the mean weight is above 0.5 stay, by noise below that of all others."""
-    case, weight = family(name), (randn(BATCH, 1, 8, 8, seed=8) > 0).float()
-    keep, per_token = kept_tokens(weight, 2), F.pixel_unshuffle(weight, 2).flatten(2).mean(1)
-    assert 0 < keep.sum(1).min() and keep.sum(1).max() <= 8
-    ours = SimpleNamespace(routes=TWO, pos_embed=torch.empty(1, N, 16), patch_size=2, router=Router())
-
-    def trained(keep_masked, **options):
-        noise = draw_mask_noise(ours, ours.routes, weight, keep_masked)
-        with routed(case.model, TWO, mask_noise=noise, **options) as routing:
-            error = case.call().square()
-        (error * (weight if error.ndim == 4 else per_token[..., None])).mean().backward()
-        return routing.ids_keep, gradients(case.model)
-
-    torch.manual_seed(3)
-    masks, found = trained(False, keep_mask=keep, grow=False)
-    torch.manual_seed(3)
-    expected_masks, expected = trained(True)
-    assert all(map(torch.equal, masks, expected_masks)) and found.keys() == expected.keys()
-    assert all(torch.equal(found[key], expected[key]) for key in found)
-    for b in range(BATCH):
-        assert set(keep[b].nonzero().flatten().tolist()) <= set(masks[0][b].tolist()) & set(masks[1][b].tolist())
 
 
 def test_a_callable_mask_reads_the_arguments_of_each_call():
@@ -136,8 +107,6 @@ def test_a_compiled_network_keeps_the_tokens_of_a_mask_in_one_graph_or_raises_an
         return graph.forward
 
     compiled = torch.compile(case.model, backend=backend, fullgraph=True)
-    with pytest.raises(ValueError, match="set grow=False"):
-        routed(compiled, TWO, keep_mask=mask_for(case, 1, 1, 1)).__enter__()
     with torch.no_grad():
         for counts in ((8, 0, 1), (2, 5, 8)):
             noise, mask = noise_for(case, 2), mask_for(case, *counts)
@@ -146,7 +115,7 @@ def test_a_compiled_network_keeps_the_tokens_of_a_mask_in_one_graph_or_raises_an
             with routed(compiled, TWO, keep_mask=mask, mask_noise=noise, grow=False) as routing:
                 assert torch.allclose(case.call(compiled), expected, atol=1e-5)
             assert all(map(torch.equal, ids, routing.ids_keep)) and len(graphs) == 1
-        with pytest.raises(RuntimeError, match="keeps more tokens than the 8 of 16"), \
+        with pytest.raises(RuntimeError, match="keeps more tokens than are kept"), \
              routed(compiled, TWO, keep_mask=mask_for(case, 9, 0, 0), grow=False):
             case.call(compiled)
 

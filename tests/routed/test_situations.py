@@ -309,7 +309,8 @@ def test_a_trial_leaves_lists_caches_and_random_states_as_they_were(block):
         random.seed(0)
         log, caches = [], [Cache() for _ in range(4)]
         net = network(block, forward=lambda self, x: through(
-            [lambda x, part=part, cache=cache: part(x, log, cache) for part, cache in zip(self.blocks, caches)], x))
+            [lambda x, part=part, cache=cache: part(x, log, cache) for part, cache in zip(
+                self.blocks, caches, strict=True)], x))
         with routed(net, MIDDLE, blocks="blocks", probe=probe, mask_noise=torch.rand(BATCH, 1, N)):
             out = net(X)
         return out, len(log), [len(cache.rows[0][0]) if cache.rows[0] is not None else 0 for cache in caches], \
@@ -364,8 +365,9 @@ def matmuls(context, operation, *args, **kwargs):
 
 @pytest.mark.parametrize("context", [{}, dict(context_fn=partial(create_selective_checkpoint_contexts, matmuls))],
                          ids=["full", "selective"])
-@pytest.mark.parametrize("around", ["blocks", "a wrapper of blocks", "a wrapper of the network"])
-@pytest.mark.parametrize("inside", [True, False], ids=["backward inside", "backward outside"])
+@pytest.mark.parametrize(("around", "inside"), [
+    ("blocks", True), ("blocks", False), ("a wrapper of blocks", True), ("a wrapper of blocks", False),
+    ("a wrapper of the network", True)])
 def test_checkpoints_change_no_gradient(context, around, inside):
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 

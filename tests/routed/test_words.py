@@ -61,7 +61,8 @@ def test_a_table_as_long_as_the_tokens_that_is_not_named_is_refused_as_a_block_m
     net = network(block, lambda part, x, table: part(x, cut(table)))
     said = refused(net, HALF, lambda: net(X), blocks="layers")
     assert "as long as the tokens: name its axis in along=, or write along={'rope': None}" in said
-    assert "depends on where its tokens are" in refused(net, HALF, lambda: net(X), blocks="layers", along={"rope": None})
+    said = refused(net, HALF, lambda: net(X), blocks="layers", along={"rope": None})
+    assert "depends on where its tokens are" in said
     with routed(net, HALF, blocks="layers", along={"rope": None}, probe=False):
         net(X)
 
