@@ -1,5 +1,7 @@
 """`routed` beside what trainers use: compiled blocks, sizes that change, quantised bases with LoRA."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from foreign_networks import BATCH, example, gradients, randn
@@ -89,3 +91,9 @@ def test_lora_on_an_8_bit_base_trains_as_if_given_only_the_kept_tokens(name, che
     case.model.train()
     _, found = assert_as_if_given_only_them(case)
     assert found and all("lora" in key for key in found)
+
+
+def test_the_lora_of_the_page_trains():
+    pytest.importorskip("peft", reason="the LoRA is PEFT's, which is optional")
+    page = (Path(__file__).resolve().parents[2] / "docs" / "trainers.md").read_text(encoding="utf-8")
+    exec(page.partition("## LoRA by PEFT")[2].partition("```python\n")[2].partition("```")[0], {})
