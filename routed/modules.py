@@ -90,7 +90,11 @@ class RoutedModule:
 
 
 class RoutedNetwork(RoutedModule):
-    """Comes before a network's class; compiled code and PEFT call its forward only."""
+    """Comes before a network's class. Compiled code and PEFT call its forward only, and accelerate sets its own."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        own = super() if "forward" in vars(self) else super(RoutedModule, self)
+        return own.__call__(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._routed.call(self, super().forward, args, kwargs)
