@@ -380,7 +380,8 @@ def test_a_command_without_arguments_names_what_it_needs(name, words, tmp_path, 
     assert words in str(ended.value.code) and not list(tmp_path.iterdir())
 
 
-LIBRARY = {"latents_std", "pixels", "generator", "key", "WORLD_SIZE", "torchao", "teacher", "LOCAL_RANK", "MASTER_PORT"}
+LIBRARY = {"latents_std", "pixels", "generator", "key", "WORLD_SIZE", "torchao", "teacher", "LOCAL_RANK", "MASTER_PORT",
+           "use_rope", "return_features"}  # of other libraries and files
 
 
 def words_of(error: ast.Raise) -> str:
