@@ -143,7 +143,7 @@ class Kept:
         # `in` would not find equal sizes that are symbolic in a compiled graph.
         sizes = run.free, run.stream, run.length
         is_along = any(length == size for size in sizes)
-        if place > 0 and length == 1 or any(length == size - self.gone for size in sizes) and not is_along:
+        if place > 0 and length == 1 or not is_along and any(length == size - self.gone for size in sizes):
             return value                    # the same for all tokens, or reduced already by an earlier block
         if not is_along or place > 0 and len(value) not in (1, batch):
             if not run.routing.described and not is_along:
@@ -265,7 +265,7 @@ class Pass:
 
     def read_call(self, given: dict[str, Any]) -> None:
         """Counts tokens from the network's arguments; raises ValueError for arguments that cannot be routed."""
-        family, mask = self.routing.family, self.routing.options.keep_mask
+        family, mask = self.routing.family, self.routing.keep_mask
         if self.trials:
             self.trials.read_call(given)
         for name in family.alone:
@@ -382,7 +382,7 @@ class Pass:
         if self.free < 1:
             raise ValueError(f"{block}: {length - self.free} of {length} tokens are never routed, so there are none to "
                              f"route; see keep=. Tokens are (B, N, D), the second axis of {tuple(x.shape)}.")
-        noise, shape = routing.options.mask_noise, (batch, len(routing.routes), self.free)
+        noise, shape = routing.mask_noise, (batch, len(routing.routes), self.free)
         if noise is not None and noise.shape != shape:
             raise ValueError(f"mask_noise is {tuple(noise.shape)}, but it must be {shape}: {batch} samples, {shape[1]} "
                              f"routes, and {self.free} tokens that may be routed.")
@@ -397,7 +397,7 @@ class Pass:
     def forced(self, x: Tensor, noise: Tensor | None) -> tuple[float | Fraction, Tensor | None]:
         """Returns the ratio and the noise that keep the tokens of keep_mask; with grow, too many lower the ratio."""
         mask, ratio, options = self.keep_mask, self.block.route.selection_ratio, self.routing.options
-        if options.keep_mask is None:
+        if self.routing.keep_mask is None:
             return ratio, noise
         if not isinstance(mask, Tensor):
             raise ValueError(f"keep_mask is {type(mask).__name__}, but it must be a bool tensor (B, N), or a function "
@@ -429,7 +429,8 @@ class Pass:
     def check_named(self, given: dict[str | int, Any], x: Tensor) -> None:
         """Raises ValueError for an unnamed value as long as the tokens, as a block might cut it to its own length."""
         block, batch, width = self.block, len(x), x.shape[2]
-        lengths = {self.free, self.stream, self.stream - self.free + self.ids_keep[block.r].shape[1]}
+        # A set, or `in`, would make sizes constants in a compiled graph.
+        lengths = self.free, self.stream, self.stream - self.free + self.ids_keep[block.r].shape[1]
 
         def check(value: Any, name: Any) -> None:
             if isinstance(value, int) and not isinstance(value, bool) and value in (self.free, self.stream):
@@ -440,7 +441,7 @@ class Pass:
             sizes = value.shape[int(len(value) == batch):-1]
             if value.ndim == 2 and len(value) == batch and value.shape[1] != width:         # a mask (B, N)
                 sizes = value.shape[1:]
-            if any(size in lengths for size in sizes):
+            if any(size == length for size in sizes for length in lengths):
                 how = (f"write along={{{name!r}: pairs}} (`from routed import pairs`)"
                        if value.ndim > 2 and value.shape[-1] == value.shape[-2] else "name its axis in along=")
                 raise ValueError(f"{block}: {name} is {tuple(value.shape)}, as long as the tokens: {how}, or write "
@@ -533,6 +534,7 @@ class Routing:
 
     def __init__(self, network: nn.Module, routes: list[Route], options: Options):
         self.network, self.options = network, options
+        self.mask_noise, self.keep_mask = options.mask_noise, options.keep_mask
         self.family = options.describe(network)
         self.described = options.family is not None or options.blocks is not None       # by the user
         keep = options.keep
@@ -584,8 +586,17 @@ class Routing:
         """Calls a block with the arguments of kept tokens."""
         if not block.by_sample:
             return function(taken, *call)
-        return sample_by_sample(lambda arguments: function(arguments, *call), block, taken, batch,
-                                block.in_turn or ("in turn", block.spec.path) in self.tried)
+        in_turn = block.in_turn or ("in turn", block.spec.path) in self.tried
+        call_block = partial(sample_by_sample, lambda arguments: function(arguments, *call), block, taken, batch)
+        try:
+            return call_block(in_turn)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:                    # as torch.func.vmap in eager code cannot call a compiled block
+            if in_turn or batch == 1 or torch.compiler.is_compiling():
+                raise
+            self.tried["in turn", block.spec.path] = None
+            return call_block(True)
 
     def is_here(self) -> bool:
         """True in the thread that routes, and in those of its backward."""
