@@ -650,7 +650,7 @@ class Routing:
     def call(self, block: Block | None, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Calls the network (None) or a block of it in a forward pass; the network or block 0 begins the pass."""
         if block is not None:
-            if block.index == 0 and (self.active is None or self.active.last >= 0):
+            if block.index == 0 and self.active is None:
                 self.active = self.begin({})
             elif self.active is None:
                 raise ValueError(f"Block {block.index} of {block.spec.path} is called outside of a pass. A backward "
