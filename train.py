@@ -247,17 +247,22 @@ def sample_grid(run: Run) -> None:
 
 
 def evaluate(run: Run) -> None:
-    """Scores each average at each guidance scale, unless results.jsonl already has scores of this step."""
+    """Scores each average at each guidance scale, unless results.jsonl already has that score of this step."""
     cfg, accelerator, evaluator = run.cfg.evaluate, run.accelerator, run.evaluator
     results = run.folder / "results.jsonl"
-    if ranks.from_main(accelerator, lambda: any(training_step(row) == run.step for row in files.read_rows(results))):
-        accelerator.print(f"step {run.step} has been scored before: {results}; fid.py scores with other settings")
-        return
+    scored = ranks.from_main(accelerator, lambda: [
+        (row["source"]["weights"], (row["source"]["guidance"] or {}).get("scale"))
+        for row in files.read_rows(results) if training_step(row) == run.step])
     seeds = list(range(cfg.seed, cfg.seed + cfg.num_samples))
-    labels, rows = labels_of(seeds, run.latents.classes), []
+    labels = labels_of(seeds, run.latents.classes)
     with torch.device("meta"):
         outline = build_network(run.record["network"])  # complete, as shards cannot be counted
     for name, scale in itertools.product(cfg.weights, cfg.guidance_scales):
+        of = f"{name}_{cfg.num_steps}_steps" + ("" if scale is None else f"_guided_{scale:g}")
+        if (name, scale) in scored:
+            accelerator.print(f"step {run.step}  {of} has been scored before: {results}; fid.py scores with other "
+                              f"settings")
+            continue
         began = time.perf_counter()
         weights = describe_weights(str(run.folder), run.step, name, run.autoencoder, run.cfg.decode_precision,
                                    run.latents.classes, run.model.num_classes, in_training=True)
@@ -267,15 +272,13 @@ def evaluate(run: Run) -> None:
             guidance=None if scale is None else Guidance(scale))
         scores = score_on(accelerator, evaluator, images)
         seconds = time.perf_counter() - began
-        rows.append(result_row(accelerator, images, evaluator, scores, batch_size=cfg.batch_size, seconds=seconds))
-        of = f"{name}_{cfg.num_steps}_steps" + ("" if scale is None else f"_guided_{scale:g}")
         if accelerator.is_main_process:
+            files.append_row(results, result_row(accelerator, images, evaluator, scores, batch_size=cfg.batch_size,
+                                                 seconds=seconds))
             written = "  ".join(f"{metric} {value:.4g}" for metric, value in scores.items())
             tqdm.write(f"step {run.step}/{run.cfg.steps}  {written}  of {len(seeds):,} images, {of}, in "
                        f"{seconds:.0f} s")
         accelerator.log({f"{metric}_{of}": value for metric, value in scores.items()}, step=run.step)
-    for row in rows if accelerator.is_main_process else ():
-        files.append_row(results, row)
 
 
 def save_sample_score(run: Run, bar: tqdm, stop: ranks.StopRequest, finished: bool) -> int:

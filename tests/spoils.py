@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from conftest import change_record
 
+from runtime.files import sha256
+
 Change = Callable[[Path], object]
 
 
@@ -44,6 +46,13 @@ def without_hashes(path: Path) -> None:
     """Removes the hashes of a latent folder's files, as in one that was written before there were any."""
     shards = json.loads((path / "metadata.json").read_text())["shards"]
     change_record(path, shards=[{key: value for key, value in shard.items() if key != "sha256"} for shard in shards])
+
+
+def with_new_hashes(path: Path) -> None:
+    """Records the hashes of a latent folder's files as they are now, as in one that was prepared anew."""
+    shards = json.loads((path / "metadata.json").read_text())["shards"]
+    change_record(path, shards=[shard | {"sha256": {name: sha256(path / name) for name in shard["sha256"]}}
+                                for shard in shards])
 
 
 def both(*changes: Change) -> Change:

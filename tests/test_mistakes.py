@@ -144,7 +144,7 @@ TYPED = {
     "import_latents": [
         ("out=null", "out"), ("source=nowhere", "nowhere"), ("source=empty", "empty"), ("format=ldm", "lightningdit"),
         ("source=latents", "latents"), ("kind=moments", "kind"), ("format=null", "fastdit"),
-        ("format=srdit", "dataset.json"), ("num_classes=1", "num_classes"),
+        ("format=srdit", "dataset.json"),
     ],
     "study": [
         ("part=0/3", "part=2/6"),

@@ -91,7 +91,7 @@ def test_a_tilde_is_the_home_folder(monkeypatch):
 @pytest.mark.parametrize("name", sorted(commands()))
 def test_null_for_a_group_is_its_none_or_its_default(name):
     for group in {"config": ("objective", "routes", "experiment"), "fid": ("guidance", "gauge"),
-                  "sample": ("guidance",), "benchmark": ("guidance",)}.get(name, ()):
+                  "sample": ("guidance",)}.get(name, ()):
         assert compose(name, command_of(name)[1], [f"{group}=null"]) == compose(name, command_of(name)[1], [])
 
 

@@ -14,6 +14,7 @@ import shutil
 import numpy as np
 import pytest
 from conftest import change_record
+from spoils import with_new_hashes
 from test_prepare_latents import prepare
 from training_runs import assert_same_end, rows, train_here, trained
 
@@ -93,6 +94,7 @@ def test_data_that_were_made_anew_in_place_are_another_data_set(seven, thirty, t
     changed = shutil.copytree(thirty, tmp_path / "data")
     file = changed / f"{array}-00000.npy"
     np.save(file, np.load(file)[::-1])
+    with_new_hashes(changed)
     result = train_here(shutil.copytree(seven, tmp_path / "run"), changed, *SMALL, "steps=8")
     assert result.returncode == 1 and "was trained with another data set" in result.stderr
 
