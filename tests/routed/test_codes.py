@@ -420,7 +420,7 @@ def test_a_network_like_an_original_code_is_routed_as_if_it_were_fed_fewer_token
     ids, weight = routing.ids_keep[0], torch.randn(BATCH, N // 4, D)
     stayed = torch.stack([out[b, ids[b]] for b in range(BATCH)])
     (stayed * weight).sum().backward()
-    found = gradients(net)
+    routed_gradients = gradients(net)
     for b in range(BATCH):
         fewer = called(net, x[b:b + 1, ids[b]], ids[b], sample=b)
         assert torch.allclose(fewer[0], stayed[b], atol=1e-5)
@@ -428,8 +428,9 @@ def test_a_network_like_an_original_code_is_routed_as_if_it_were_fed_fewer_token
         left = [i for i in range(N) if i not in ids[b]]
         assert torch.equal(out[b, left], x[b, left])
     expected = gradients(net)
-    assert found.keys() == expected.keys()
-    assert all(torch.allclose(found[key], expected[key], atol=1e-4) for key in found)
+    assert routed_gradients.keys() == expected.keys()
+    for key, gradient in routed_gradients.items():  # relative to the norm, as gradients reach a size of 100
+        assert (gradient - expected[key]).norm() <= 1e-5 * max(expected[key].norm(), 1), key
 
 
 @pytest.mark.parametrize("name", ["SiT", "Flux", "LightningDiT"])
