@@ -47,7 +47,7 @@ def draw(runs: list[Path]) -> Figure:
     losses.set(xlabel="step", ylabel="training loss (a routed run's is higher)")
     scores.set(xlabel="step", ylabel="score of the weights' average", yscale="log")
     for panel in (losses, scores):
-        panel.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
+        panel.yaxis.set(major_formatter="{x:g}")
         if panel.lines:
             panel.legend(fontsize="small")
     return figure
