@@ -11,6 +11,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from hydra.errors import MissingConfigException
 from omegaconf import OmegaConf
+from omegaconf.errors import InterpolationResolutionError
 
 from blocks import BLOCKS
 from dit import DiT, DiT_models, multiply_adds
@@ -18,7 +19,7 @@ from edm import EDM
 from guidance import Guidance
 from objectives import build_objective, class_of
 from rf import RF
-from routing_module import Route, Router
+from routing_module import Route, Router, resolve_routes
 from runtime import schema
 from training.run import describe_network
 from training.settings import MuonSettings, TrainSettings, check_settings
@@ -86,8 +87,6 @@ def test_an_experiment_composes_checks_and_builds_and_an_unknown_one_lists_them(
     (["experiment=sit_sprint", "routes=balanced", "name=x"], "routes=balanced and model=sprint do not go together"),
     (["model=tread_v1", "routes=balanced"], "routes=balanced and model=tread_v1 do not"),
     (["routes=balanced", "model.routes=[]"], r"routes=balanced and model.routes=\[\] do not"),
-    (["experiment=tread_v1_xl2", "model=dit", "name=x"], r"as the experiment sets model.routes: write model.routes="),
-    (["experiment=tread_v1_xl2", "model=dit", "name=x", "model.routes=[]", "objective=none"], None),
     (["sharding=fsdp", "compile=max-autotune"], "sharding=fsdp and compile=max-autotune do not"),
     (["sharding=fsdp", "precision=fp16"], "fp16"), (["sharding=fsdp", "precision=fp8"], "sharding=fsdp and precision"),
     (["optimizer=muon", "precision=fp8"], "optimizer=muon and precision=fp8 do not"),
@@ -118,6 +117,8 @@ def test_a_typed_setting_without_effect_is_refused_however_equal_the_settings_ar
     assert check_settings(cfg, {}) == cfg
     with pytest.raises(ValueError, match="would change nothing"):
         check_settings(cfg, {"model.selection": "random"})
+    with pytest.raises(ValueError, match="as the experiment sets model.routes: write model.routes="):  # one's own does
+        check_settings(settings(load("model=tread")), {"experiment": "mine", "model": "dit", "name": "x"})
 
 
 # ---- the paper's experiments ----------------------------------------------------------------------------------------
@@ -127,15 +128,29 @@ SIZES = {"s2": 12, "b2": 12, "l2": 24, "xl2": 28}
 OTHERS = {"b2_mamba": ("Mamba-B/2", 20), "l2_rwkv": ("RWKV-L/2", 18)}
 ROWS = {f"{size}_{recipe}": ([f"experiment={recipe}", f"size={size}"], depth) for size, depth in SIZES.items()
         for recipe in ("dit", "tread", "sit", "sit_tread")}
-ROWS |= {f"{size}_tread_v1": (["experiment=tread_v1", f"size={size}"], 12) for size in ("s2", "b2")}
+ROWS |= {f"{size}_tread_v1": (["experiment=tread_v1", f"size={size}"], SIZES[size]) for size in ("s2", "b2", "xl2")}
 ROWS |= {f"{name}_tread": (["experiment=tread", f"model.backbone_type={backbone}"], depth)
          for name, (backbone, depth) in OTHERS.items()}
 ROWS |= {name: (["experiment=tread", f"model.backbone_type={backbone}", "model=dit", f"name={name}"], depth)
          for name, (backbone, depth) in OTHERS.items()}
-ROWS |= {"xl2_tread_v1": (["experiment=tread_v1_xl2"], 28), "xl1_lightning": (["experiment=lightning"], 28),
+ROWS |= {"xl1_lightning": (["experiment=lightning"], 28),
          "xl1_lightning_tread": (["experiment=lightning_tread"], 28), "b2_sit_repa": (["experiment=sit_repa"], 12),
          "xl2_sit_repa": (["experiment=sit_repa", "size=xl2"], 28)}
 VERSION_1 = {12: [(0, 4), (6, 9)], 28: [(0, 10), (13, 21)]}  # the routes of the paper's first version, by depth
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_routes_of_an_experiment_follow_the_depth_of_another_network_or_are_refused(experiment):
+    is_first, spans = experiment == "tread_v1", {}
+    for size, depth in SIZES.items():
+        cfg = load(f"experiment={experiment}", f"model.backbone_type=DiT-{size[:-1].upper()}/2", "model.depth=null")
+        if is_first and depth not in VERSION_1:
+            with pytest.raises(InterpolationResolutionError, match=f"for 12 and 28 blocks, and DiT-L/2 has {depth}"):
+                settings(cfg)
+        else:
+            routes = resolve_routes([Route(**route) for route in cfg.model.routes], depth)
+            spans[depth] = [(route.start_layer_idx, route.end_layer_idx - depth * (not is_first)) for route in routes]
+    assert spans == (VERSION_1 if is_first else dict.fromkeys(spans, spans[12]))
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -248,7 +263,7 @@ def test_a_preset_replaces_the_models_routes_and_names_the_run(model):
         assert (route.start_layer_idx, route.end_layer_idx, route.selection_ratio) == (start, 12 + end, ratio)
         assert cfg.name == ("tread" if name == "paper" else f"tread-{name}") + "-imagenet256"
     assert load(f"model={model}", "routes=paper") == load("model=tread") == load()
-    [route] = network(load("experiment=tread_v1_xl2", "routes=balanced")).routes
+    [route] = network(load("experiment=tread_v1", "size=xl2", "routes=balanced")).routes
     assert (route.start_layer_idx, route.end_layer_idx) == (2, 26)
 
 

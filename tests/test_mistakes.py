@@ -34,6 +34,7 @@ TYPED = {
         ("ema.decay=[0.9,1.0]", "ema.decay.1=1.0: it should be less than 1."),
         # the network and its routes
         ("model.backbone_type=DiT-M/2", "DiT-S/2"), ("model.num_heads=3", "num_heads 3"),
+        ("model=tread_v1", "model.backbone_type=DiT-L/2", "model.depth=null", "write routes for it, as model.routes="),
         ("model.patch_size=3", "patch size 3"), ("model.routes.0.end_layer_idx=9", "with 7 blocks"),
         ("model.routes=[{start_layer_idx: 1, end_layer_idx: 2, selection_ratio: 1.5}]", "selection_ratio=1.5"),
         ("model.routes=[{start_layer_idx: 4, end_layer_idx: 2, selection_ratio: 0.5}]", "4"),

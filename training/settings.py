@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from pydantic import Field
 
 from dit import DiT_models, Init
@@ -46,7 +46,21 @@ def size_of(backbone_type: str) -> str:
     return size if family.endswith("dit") else f"{size}_{family}"
 
 
-OmegaConf.register_new_resolver("size_of", size_of, replace=True)  # in a YAML: ${size_of:${model.backbone_type}}
+def for_depth(blocks: Mapping[int, int], _root_: DictConfig) -> int:
+    """Returns the block for the network's depth; raises ValueError for a depth that the mapping lacks."""
+    model = _root_.model
+    if model.backbone_type not in DiT_models:
+        return 0  # the settings are refused for it
+    depth = model.depth or DiT_models[model.backbone_type].keywords["depth"]
+    if depth not in blocks:
+        raise ValueError(f"model={model.name} has routes for {' and '.join(map(str, blocks))} blocks, and "
+                         f"{model.backbone_type} has {depth} here: write routes for it, as "
+                         f"model.routes=[{{start_layer_idx: 0, end_layer_idx: 9, selection_ratio: 0.5, x_T: 1}}].")
+    return blocks[depth]
+
+
+for resolver in (size_of, for_depth):  # in a YAML: ${size_of:${model.backbone_type}}, ${for_depth:{12:4,28:10}}
+    OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
