@@ -1,8 +1,12 @@
-"""Statistics, distances and neighbourhoods against closed forms and other people's code; fid.py against mistakes."""
+"""Statistics, distances and neighbourhoods against closed forms and other people's code; fid.py against mistakes.
+
+REPORTS are situations from public reports: the source, the situation, and what comes out.
+"""
 
 import json
 import shutil
 import zipfile
+from contextlib import nullcontext
 from dataclasses import replace
 
 import forked
@@ -20,7 +24,7 @@ import fid
 from latents.images import ShapeSource
 from runtime import files
 from scoring import image_sets, metrics, score
-from scoring.features import load_extractor
+from scoring.features import EXTRACTORS, load_extractor
 from scoring.score import FeatureStats, available_metrics, open_reference
 from weights import checkpoint as checkpoints
 
@@ -168,15 +172,7 @@ def test_pixels_are_compared_without_rounding(tmp_path):
     assert metrics.precision_recall(*pools, metrics.distances_in_half) != exact
 
 
-@pytest.mark.parametrize("asked", [None, ["recall"]])
-@pytest.mark.parametrize(("real", "count"), [(3, 40), (40, 3)])
-def test_too_few_images_for_neighbours_are_refused_before_any_is_sampled(real, count, asked, tmp_path, run_folder,
-                                                                         monkeypatch):
-    monkeypatch.setattr("scoring.image_sets.generate", lambda *_, **__: pytest.fail("sampled"))
-    np.savez(tmp_path / "reference.npz", arr_0=shapes(real).numpy())
-    with pytest.raises(SystemExit,
-                       match="cannot be measured, as it needs more than 3 images of both sets, and there are 3"):
-        command(tmp_path, checkpoint=run_folder, reference=tmp_path / "reference.npz", num_samples=count, metrics=asked)
+def test_sets_without_a_third_neighbour_are_refused():
     with pytest.raises(ValueError, match="3 nearest neighbours: 3 reference images and 50 images to score are too few"):
         metrics.precision_recall(normal(3, 4).float(), normal(50, 4).float())
 
@@ -187,6 +183,23 @@ def test_too_few_images_for_neighbours_are_refused_before_any_is_sampled(real, c
 def shapes(count, seed=0, side=16):
     source = ShapeSource(count, seed)
     return torch.from_numpy(np.stack([source.pixels(i, side) for i in range(count)]))
+
+
+def write_folder(folder, images, places=("",), suffixes=(".png",), mode="RGB"):
+    """Writes images, equally many into each of the places below a folder, with each suffix in turn."""
+    for i, image in enumerate(images):
+        file = folder / places[i * len(places) // len(images)] / f"{i:04d}{suffixes[i % len(suffixes)]}"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.array(image)).convert(mode).save(file, format=file.suffix[1:])
+    return folder
+
+
+def zipped(folder):
+    """Writes the files of a folder, the last first, into <folder>.zip."""
+    with zipfile.ZipFile(f"{folder}.zip", "w") as archive:
+        for file in sorted(folder.rglob("*"), reverse=True):
+            archive.write(file, file.relative_to(folder))
+    return archive.filename
 
 
 @pytest.fixture(scope="module")
@@ -322,12 +335,12 @@ def test_an_npz_is_read_in_any_order_and_damage_raises_a_one_line_error(write, t
         image_sets.open_array("images", str(path))
 
 
-@pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
-def test_an_npy_of_any_version_is_read(tmp_path, version):
-    with open(tmp_path / "images.npy", "wb") as file:
-        np.lib.format.write_array(file, shapes(4).numpy(), version=version)
-    stored = image_sets.open_images(one_rank(), "images", str(tmp_path / "images.npy"))
-    assert np.array_equal(stored.read(np.array([2, 0])), shapes(4).numpy()[[2, 0]])
+def test_an_npy_of_any_version_is_read(tmp_path):
+    for version in ((1, 0), (2, 0), (3, 0)):
+        with open(tmp_path / "images.npy", "wb") as file:
+            np.lib.format.write_array(file, shapes(4).numpy(), version=version)
+        stored = image_sets.open_images(one_rank(), "images", str(tmp_path / "images.npy"))
+        assert np.array_equal(stored.read(np.array([2, 0])), shapes(4).numpy()[[2, 0]])
 
 
 # ---- the order of the Inception Score's splits
@@ -336,15 +349,6 @@ def test_an_npy_of_any_version_is_read(tmp_path, version):
 def colours(order):
     """Returns images of ten colours (N, 4, 4, 3), in this order."""
     return (np.asarray(order) * 25 + 5).astype(np.uint8)[:, None, None, None].repeat(4, 1).repeat(4, 2).repeat(3, 3)
-
-
-def in_class_folders(folder, images, names):
-    """Writes images of equally many in each class into folders of these names."""
-    for i, image in enumerate(images):
-        place = folder / names[i * len(names) // len(images)] / f"{i:04d}.png"
-        place.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(image).save(place)
-    return folder
 
 
 def score_in_splits(images, split, monkeypatch):
@@ -368,12 +372,9 @@ def test_the_inception_score_of_files_is_that_of_shuffled_images_and_an_array_ke
     np.savez(tmp_path / "by_class.npz", arr_0=images)
     np.save(tmp_path / "by_class.npy", images)
     np.savez(tmp_path / "shuffled.npz", arr_0=shuffled)
-    in_class_folders(tmp_path / "folder", images, list("abcdefghij"))
-    in_class_folders(tmp_path / "other", images, list("jihgfedcba"))  # the classes come in the other order
-    in_class_folders(tmp_path / "copies", colours(order), list("abcdefghij"))  # sorted by content it would be 5
-    with zipfile.ZipFile(tmp_path / "folder.zip", "w") as archive:
-        for file in sorted((tmp_path / "folder").rglob("*.png"), reverse=True):
-            archive.write(file, file.relative_to(tmp_path))
+    zipped(write_folder(tmp_path / "folder", images, "abcdefghij"))
+    write_folder(tmp_path / "other", images, "jihgfedcba")  # the classes come in the other order
+    write_folder(tmp_path / "copies", colours(order), "abcdefghij")  # sorted by content it would be 5
     scores = {path.name: score_in_splits(path, 300, monkeypatch) for path in tmp_path.iterdir()}
     assert scores["by_class.npz"] == scores["by_class.npy"] == pytest.approx(5)
     assert scores["shuffled.npz"] == pytest.approx(10, rel=0.03) and scores["copies"] == pytest.approx(10, abs=0.2)
@@ -415,24 +416,15 @@ def command(tmp_path, **options):
     return json.loads(results.read_text().splitlines()[-1]) if results.is_file() else None
 
 
-def write_folder(folder, images):
-    folder.mkdir(parents=True)
-    for number, image in enumerate(images.numpy()):
-        Image.fromarray(image).save(folder / f"{number:04d}.png")
-    return folder
-
-
 def test_a_folder_a_zip_an_npy_and_an_npz_of_the_same_images_score_the_same_on_either_side(tmp_path, reference_npz):
     images = shapes(40, seed=2)
     folder = write_folder(tmp_path / "folder", images)
     (folder / "notes.txt").write_text("not an image")
-    with zipfile.ZipFile(tmp_path / "images.zip", "w") as archive:
-        for file in folder.glob("*.png"):
-            archive.write(file, file.name)
+    zipped(folder)
     np.save(tmp_path / "array.npy", images.numpy())
     np.savez(tmp_path / "stored.npz", arr_0=images.numpy())
     np.savez_compressed(tmp_path / "packed.npz", arr_0=images.numpy())
-    names = ("folder", "images.zip", "array.npy", "stored.npz", "packed.npz")
+    names = ("folder", "folder.zip", "array.npy", "stored.npz", "packed.npz")
     rows = [command(tmp_path, images=tmp_path / name, reference=reference_npz) for name in names]
     assert all(row["metrics"] == pytest.approx(rows[0]["metrics"], rel=1e-9) for row in rows)
     assert rows[0]["images"] == 40 and rows[0]["metrics"]["fd_pixels"] > 0
@@ -506,14 +498,8 @@ def test_classes_without_images_are_sampled_only_if_they_are_named(tmp_path, run
     assert capsys.readouterr().out.count("1 of 3 classes have no training images (1). They are only sampled") == 4
 
 
-def test_mixed_sizes_are_scored_where_a_resolution_is_given(tmp_path, reference_npz):
-    write_folder(tmp_path / "mixed", shapes(4))
-    Image.new("RGB", (40, 30)).save(tmp_path / "mixed/x.png")
-    row = command(tmp_path, images=tmp_path / "mixed", reference=reference_npz, resolution=16)
-    assert row["images"] == 5 and row["resolution"] == 16 and row["source"]["size"] == [16, 16]
-
-
 SCORED_ALREADY = dict(images="{at}/images.npz", reference="{at}/images.npz")
+SAMPLED = dict(checkpoint="{run}", num_steps=1)
 MEASURED = dict(reference_from="{at}/images.npz", out="{at}/ref.npz")
 
 
@@ -531,13 +517,18 @@ MEASURED = dict(reference_from="{at}/images.npz", out="{at}/ref.npz")
     (SCORED_ALREADY | dict(images="{at}/twins"), "images=.*holds 0001.jpg and 0001.png, which would count as two"),
     (SCORED_ALREADY | dict(results="{at}"), "reading or writing .* failed"),
     (SCORED_ALREADY | dict(results="{at}/link"), "reading or writing .*link failed"),
+    *((SAMPLED | dict(reference=f"{{at}}/{real}.npz", num_samples=count, metrics=asked),
+       "it needs more than 3 images of both sets, and there are 3")
+      for real, count in (("three", 40), ("images", 3)) for asked in (None, ["recall"])),
 ])
-def test_a_mistake_is_one_line_before_anything_is_scored(options, message, tmp_path, monkeypatch):
+def test_a_mistake_is_one_line_before_anything_is_scored(options, message, tmp_path, run_folder, monkeypatch):
     monkeypatch.setattr(score, "score_on", lambda *_: pytest.fail("scored"))
-    np.savez(tmp_path / "images.npz", arr_0=shapes(5).numpy())
+    for name, count in (("images", 5), ("three", 3)):
+        np.savez(tmp_path / f"{name}.npz", arr_0=shapes(count).numpy())
     Image.new("RGB", (16, 16)).save(write_folder(tmp_path / "twins", shapes(5)) / "0001.jpg")
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
-    options = {key: value.format(at=tmp_path) if isinstance(value, str) else value for key, value in options.items()}
+    options = {key: value.format(at=tmp_path, run=run_folder) if isinstance(value, str) else value
+               for key, value in options.items()}
     with pytest.raises(SystemExit, match=message):
         command(tmp_path, **options)
     assert not (tmp_path / "results.jsonl").exists() or not (tmp_path / "results.jsonl").read_text()
@@ -564,3 +555,95 @@ def test_two_processes_give_the_numbers_of_one(what, tmp_path, run_folder, refer
     both = json.loads((tmp_path / "results.jsonl").read_text().splitlines()[-1])
     assert both["processes"] == 2 and both["images"] == 70
     assert both["metrics"] == pytest.approx(alone["metrics"], rel=1e-9)
+
+
+# ---- public reports
+
+
+PIXEL_FEATURES = EXTRACTORS["pixels"](None, None, "cpu")
+
+
+def expected_distance(*sets):
+    """The distance between the pixels of two sets of images."""
+    features = (PIXEL_FEATURES.compute(images)["pool"] for images in sets)
+    return pytest.approx(fid.frechet_distance(*(part for pool in features for part in statistics(pool.double()))),
+                         rel=1e-6, abs=1e-6)
+
+
+def saved(path, *arrays, **named):
+    np.savez(path, *arrays, **named)
+    return path
+
+
+REAL, OTHER = shapes(60), shapes(37, seed=3)
+BITS = torch.arange(30, dtype=torch.uint8).view(30, 1, 1, 1) % 2
+GREY = torch.from_numpy(np.stack([np.array(Image.fromarray(image.numpy()).convert("L").convert("RGB"))
+                                  for image in OTHER]))
+TWO_SIZES = [*OTHER.numpy(), np.zeros((30, 40, 3), np.uint8)]
+
+# Where it was reported, what people do, the settings except reference=b.npz of REAL, and the metrics or the error.
+REPORTS = [
+    ("openai/guided-diffusion#168", "a batch against itself", lambda at: dict(images=at / "b.npz"),
+     {"fd_pixels": pytest.approx(0, abs=1e-6), "precision": 1, "recall": 1}),
+    ("clovaai/generative-evaluation-prdc#7, photosynthesis-team/piq#285", "all features of both sets are equal",
+     lambda at: dict(images=saved(at / "a.npz", REAL[:1].repeat(9, 1, 1, 1)),
+                     reference=saved(at / "c.npz", REAL[:1].repeat(7, 1, 1, 1))),
+     {"fd_pixels": pytest.approx(0, abs=1e-6), "precision": 1, "recall": 1}),
+    ("GaParmar/clean-fid#61, toshas/torch-fidelity#54", "copies of one image, whose covariance is 0, against others",
+     lambda at: dict(images=write_folder(at / "a", REAL[:1].repeat(9, 1, 1, 1)), metrics=["fd_pixels"]),
+     {"fd_pixels": expected_distance(REAL[:1].repeat(9, 1, 1, 1), REAL)}),
+    ("toshas/torch-fidelity#58", "a collapsed model: precision is its quality, recall its variety, and not the reverse",
+     lambda at: dict(images=saved(at / "a.npz", REAL[:1].repeat(30, 1, 1, 1) ^ BITS), metrics=["precision", "recall"]),
+     {"precision": 1, "recall": pytest.approx(0, abs=0.04)}),
+    ("GaParmar/clean-fid#37, #68", "suffixes in capitals are neither left out nor counted twice",
+     lambda at: dict(images=write_folder(at / "a", OTHER, suffixes=(".png", ".PNG", ".BMP"))),
+     {"fd_pixels": expected_distance(OTHER, REAL), "images": 37}),
+    ("mseitzer/pytorch-fid#35", "grey files are the same images as with three equal channels",
+     lambda at: dict(images=write_folder(at / "a", OTHER, mode="L"), reference=saved(at / "c.npz", GREY)),
+     {"fd_pixels": pytest.approx(0, abs=1e-6)}),
+    ("GaParmar/clean-fid#32, ermongroup/ddim#32", "a number of images that is no multiple of the batch size",
+     lambda at: dict(images=saved(at / "a.npz", OTHER), batch_size=36),
+     {"fd_pixels": expected_distance(OTHER, REAL), "images": 37}),
+    ("mseitzer/pytorch-fid#42", "a batch size above the number of images, and labels beside the images",
+     lambda at: dict(images=saved(at / "a.npz", OTHER, np.arange(37)), batch_size=500),
+     {"fd_pixels": expected_distance(OTHER, REAL), "images": 37}),
+    ("no report", "images of two sizes, where a resolution is given",
+     lambda at: dict(images=write_folder(at / "a", TWO_SIZES), resolution=16), {"images": 38}),
+    ("openai/improved-diffusion#106", "images as floats in [0, 1]",
+     lambda at: dict(images=saved(at / "a.npz", OTHER.float() / 255)),
+     r"a.npz holds an array of float32 \(37, 16, 16, 3\); images are uint8"),
+    ("mseitzer/pytorch-fid, --save-stats", "statistics in the place of images",
+     lambda at: dict(images=saved(at / "a.npz", mu=np.zeros(192), sigma=np.eye(192))),
+     r"a.npz holds mu.npy, sigma.npy, but no images: they are uint8 \(N, H, W, 3\) under arr_0"),
+    ("bioinf-jku/TTUR#13, baofff/U-ViT#29", "statistics of images of another resolution",
+     lambda at: dict(images=saved(at / "a.npz", OTHER),
+                     reference=saved(at / "c.npz", mu=np.zeros(192), sigma=np.eye(192), size=[32, 32])),
+     "c.npz is of 32x32 images, but the images are 16x16: name a reference of that size"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "expected"), [row[2:] for row in REPORTS],
+                         ids=[f"{source}: {what}" for source, what, *_ in REPORTS])
+def test_what_people_reported_is_right_or_refused(settings, expected, tmp_path):
+    is_error = isinstance(expected, str)
+    options = {"reference": saved(tmp_path / "b.npz", REAL)} | settings(tmp_path)
+    with pytest.raises(SystemExit, match=expected) if is_error else nullcontext():
+        row = command(tmp_path, **options)
+    if not is_error:
+        values = row["metrics"] | {"images": row["images"]}
+        assert {name: values[name] for name in expected} == expected
+
+
+def test_copies_among_files_are_counted_in_a_line(tmp_path, capsys, reference_npz):
+    folder = write_folder(tmp_path / "folder", OTHER[torch.arange(37) % 30])
+    for images in (folder, zipped(folder)):
+        command(tmp_path, images=images, reference=reference_npz)
+        assert f"{images}: 7 of 37 files are copies of others, as if seeds were used twice." in capsys.readouterr().out
+
+
+def test_a_line_says_that_fewer_images_than_classes_lack_some(tmp_path, capsys, run_folder, reference_npz):
+    """facebookresearch/DiT#16: which classes are the images of? A quick score of 500 images has half of ImageNet's."""
+    for count in (2, 3):
+        command(tmp_path, **SAMPLED | {"checkpoint": run_folder}, reference=reference_npz, metrics=["fd_pixels"],
+                num_samples=count)
+        assert ("num_samples=2 covers only 2 of 3 classes" in capsys.readouterr().out) == (count == 2)

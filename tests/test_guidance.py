@@ -52,8 +52,9 @@ def test_guidance_by_a_scale_alone_is_classifier_free_in_one_doubled_batch(diffu
     net, (_, y) = small_dit(), noise_and_labels()
     strong, weak, seen = passes(predict, net), passes(predict, net, torch.full((3,), 10)), watch(net)
     assert same(once(predict, net, Guidance(scale=2.5)), weak + 2.5 * (strong - weak))
+    assert same(once(predict, net, Guidance(scale=0)), weak)  # huggingface/diffusers#9680: 0 was as 1
     assert not torch.allclose(strong, weak, atol=1e-2)
-    assert seen.labels == [y.tolist() + [10] * 3] and seen.lengths == [16]
+    assert seen.labels == [y.tolist() + [10] * 3] * 2 and seen.lengths == [16] * 2
 
 
 @both

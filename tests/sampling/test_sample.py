@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from contextlib import nullcontext
 
 import forked
 import numpy as np
@@ -15,8 +16,9 @@ from safetensors.torch import save_file
 from training_runs import write_run
 
 from dit import DiT_models
+from edm import DDPM
+from guidance import Guidance
 from runtime import files
-from runtime.schema import name_of_changes
 from sample import main
 from sampling.generate import generate
 from sampling.options import labels_of, parse_classes, parse_range
@@ -71,7 +73,9 @@ def test_grids_of_other_settings_lie_side_by_side_and_none_replaces_a_picture_of
             ([], "ema-num_steps1-seeds0-3"), (["scale=1.5"], "ema-scale1.5-num_steps1-seeds0-3"),
             (["seeds=4-7"], "ema-num_steps1-seeds4-7"),
             (["classes=[ant,cat]"], "ema-classesant+cat-num_steps1-seeds0-3"),
-            (["precision=bf16"], "ema-num_steps1-precisionbf16-seeds0-3"), (["batch_size=1"], None),
+            (["precision=bf16", "sampler.rho=5"], "ema-num_steps1-rho5.0-precisionbf16-seeds0-3"),
+            (["scale=2", "interval=[0.2,9]"], "ema-scale2.0-interval0.2+9.0-num_steps1-seeds0-3"),
+            (["batch_size=1"], None),
             (["weights=model"], "model-num_steps1-seeds0-3")):
         sample(run, None, *options, *([] if "seeds=4-7" in options else ["seeds=0-3"]))
         names |= {f"step-00000002-{new}.png"} if new else set()
@@ -80,16 +84,6 @@ def test_grids_of_other_settings_lie_side_by_side_and_none_replaces_a_picture_of
     Image.new("RGB", (4, 4)).save(folder / "ema-num_steps1-seeds0-3.png")  # of somebody else
     with pytest.raises(SystemExit, match="was not made by this code: name another"):
         sample(folder, None, "seeds=0-3")
-
-
-@pytest.mark.parametrize(("changes", "name"), [
-    ({}, ""), ({"scale": 2.0}, "-scale2.0"), ({"sampler": {"solver": "heun"}}, "-solverheun"),
-    ({"weak": "runs/x"}, "-weakruns+x"), ({"weak": "/a/long/path/of/checkpoints/step-1"}, "-weak5e875e69"),
-    ({"interval": [0.2, 0.9], "scale": 1.5}, "-interval0.2+0.9-scale1.5"),
-])
-def test_a_file_is_named_by_the_settings_that_are_not_the_usual_ones(changes, name):
-    usual = {"scale": None, "sampler": {"solver": None}, "weak": None, "interval": None, "more": 1}
-    assert name_of_changes(changes, usual) == name
 
 
 def test_seeds_and_classes_are_read_as_people_write_them():
@@ -203,13 +197,6 @@ def test_weights_are_known_by_their_hash_when_training_has_pruned_them(run, tmp_
 # ---- what is written
 
 
-def test_channels_are_checked_before_anything_is_sampled(tmp_path):
-    write_run(tmp_path / "four", NETWORK | {"in_channels": 4})
-    with pytest.raises(SystemExit, match="decodes latents of 3 channels, but these have 4"):
-        sample(tmp_path / "four", tmp_path / "x.png", "seeds=0")
-    assert not (tmp_path / "x.png").exists()
-
-
 def pictures(run, out, *options):
     """What sample.py writes into a folder: names, contents and places on the disk."""
     sample(run, out, *options)
@@ -318,3 +305,82 @@ def test_captions_beyond_latin_1_have_letters_of_their_own(one, other):
 
 def test_a_name_that_the_font_cannot_write_gives_way_to_the_classs_number():
     assert np.array_equal(caption("猫", "x"), caption("0", "x"))
+
+
+# ---- public reports: the source and the situation
+
+
+def test_the_interval_of_a_ddpm_is_in_sigma():
+    """kynkaat/guidance-interval#1: which of DiT's 250 steps lie between sigma 0.34 and 1.02?"""
+    rows = []
+
+    class Watch(torch.nn.Module):
+        num_classes, in_channels, input_size, null_label = 3, 3, 8, True
+
+        def forward(self, x, t, y, routes=()):
+            rows.append((t[0].item(), len(x)))
+            return torch.zeros(len(x), 6, 8, 8)
+
+    DDPM().sample(Watch(), torch.zeros(1, 3, 8, 8), torch.tensor([0]), num_steps=250, solver="ancestral",
+                  guidance=Guidance(2.5, interval=(0.34, 1.02)))
+    guided = {t for t, count in rows if count == 2}
+    abar = np.cumprod(1 - np.linspace(1e-4, 0.02, 1000))  # DiT's own schedule
+    sigma = np.sqrt((1 - abar) / abar)
+    assert guided == {t for t, _ in rows if 0.34 <= sigma[int(t)] <= 1.02} and 0 < len(guided) < 125
+
+
+@pytest.fixture(scope="module")
+def ddpm(tmp_path_factory):
+    return write_run(tmp_path_factory.mktemp("run"), NETWORK | {"learn_sigma": True}, 1, {"name": "ddpm"})
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    (["seeds=-1"], "seeds=-1 is not understood"), (["seeds=abc"], "seeds=abc is not understood"),
+    (["seeds=1.5"], "seeds="), (["seeds=null"], "seeds=null"),
+    (["seeds=[9223372036854775808]"], "is too large: 2^63 - 1 = 9223372036854775807 is the largest"),
+    (["seeds=18446744073709551615"], "2^63 - 1"), (["seeds=0-18446744073709551615"], "2^63 - 1"),
+    (["seeds=0", "classes=4"], "asks for class 4, which is none of the 4"), (["seeds=0", "classes=-1"], "-1"),
+    (["seeds=0", "classes=dog"], "asks for class dog"),
+    (["seeds=0", "guidance=cfg", "scale=nan"], "scale"), (["seeds=0", "guidance=cfg", "scale=two"], "scale"),
+    (["seeds=0", "guidance=cfg", "scale=2", "interval=[5,1]"], "interval=[5.0, 1.0] does not fit"),
+    (["seeds=0", "guidance=cfg", "channels=4"], "channels=4"),
+    (["seeds=0", "num_steps=0"], "num_steps=0"),
+    (["seeds=0", "num_steps=1001", "sampler.solver=ancestral"],
+     "num_steps=1001, but solver=ancestral visits 1000 noise levels"),
+    (["seeds=0", "checkpoint={four}"], "decodes latents of 3 channels, but these have 4"),
+    (["seeds=0", "sampler.solver=ddim"], "sampler.solver=ddim"), (["seeds=0", "sampler.rho=0"], "sampler.rho=0"),
+])  # fmt: skip
+def test_a_slip_raises_a_one_line_error_before_anything_is_sampled(options, message, ddpm, tmp_path):
+    """pytorch/torchtitan#746 and invoke-ai/InvokeAI#2386 (seeds), facebookresearch/DiT#108 (labels), and kin."""
+    write_run(tmp_path / "four", NETWORK | {"in_channels": 4})
+    with pytest.raises(SystemExit) as ended:
+        sample(ddpm, tmp_path / "x.npz", *(option.format(four=tmp_path / "four") for option in options))
+    assert message in str(ended.value) and "\n" not in str(ended.value) and not (tmp_path / "x.npz").exists()
+
+
+@pytest.mark.parametrize("diffusion", ["edm", "rf"])
+def test_one_step_is_a_picture_and_not_nan(diffusion, tmp_path):
+    """archinetai/audio-diffusion-pytorch#15: the noise levels of a single step divide by 0."""
+    run = write_run(tmp_path / "run", NETWORK, 1, {"name": diffusion})
+    sample(run, tmp_path / "x.npz", "seeds=0-1", "latents=true")
+    latents = np.load(tmp_path / "x.npz")["latents"]
+    assert np.isfinite(latents).all() and latents.std() < 2
+
+
+@pytest.mark.parametrize(("data", "drop_label", "message"), [
+    ({"class_names": ["cat", "7", "ant"]}, False, "ant is class 2 there and 0 here"),
+    ({"class_names": ["cat", "7", "ant"]}, True, None),     # its weak pass has no label
+    ({"class_names": ["x", "y", "z"]}, False, None),
+    ({"class_names": ["ant", "7", "cat"], "convention": {"scale": 0.5, "shift": 0.0}}, False,
+     "its latents have another scale"),
+])
+def test_a_weak_network_of_other_classes_or_latents_is_refused_where_it_has_a_label(
+        data, drop_label, message, tmp_path):
+    """As in facebookresearch/deit#130, label 0 is another class to a network that was trained on another order."""
+    network = NETWORK | {"num_classes": 3}
+    weak = write_run(tmp_path / "weak", network, 2, **data)
+    strong = write_run(tmp_path / "strong", network, class_names=["ant", "7", "cat"],
+                       convention={"scale": 1.0, "shift": 0.0})
+    with pytest.raises(SystemExit, match=message) if message else nullcontext():
+        sample(strong, tmp_path / "x.npz", "seeds=0", f"weak={weak}", "scale=1.5", "gamma1=0", "gamma2=0",
+              f"drop_label={str(drop_label).lower()}")

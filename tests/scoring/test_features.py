@@ -1,12 +1,16 @@
 """Feature extractors: their inputs, the weights that they accept, and what they refuse."""
 
 import hashlib
+import json
+import runpy
+import shutil
 import urllib.error
 
 import pytest
 import torch
-from conftest import one_rank
+from conftest import one_rank, run_command
 
+import fid
 from scoring import features
 from scoring.features import Extractor, extract
 
@@ -47,22 +51,18 @@ def test_a_feature_that_is_not_finite_is_named_with_its_image():
         list(extract(broken, [(torch.tensor([4, 9]), pictures(2))]))
 
 
-def test_extraction_runs_without_tf32_and_puts_the_setting_back():
-    seen = []
+def test_extraction_runs_without_tf32_and_puts_the_setting_back(monkeypatch):
+    def setting():
+        return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
 
-    def compute(images):
-        seen.append((torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32))
-        return {"pool": torch.zeros(len(images), 1)}
-
+    seen, before = [], torch.get_float32_matmul_precision()
+    mine = Extractor("mine", "mine", "fd_mine", {"pool": 1}, "",
+                     lambda x: seen.append(setting()) or {"pool": torch.zeros(len(x), 1)})
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     torch.set_float32_matmul_precision("high")
-    cudnn = torch.backends.cudnn.allow_tf32
-    try:
-        list(extract(Extractor("mine", "mine", "fd_mine", {"pool": 1}, "", compute),
-                     [(torch.tensor([0]), pictures(1))]))
-        assert seen == [("highest", False)]
-        assert torch.get_float32_matmul_precision() == "high" and torch.backends.cudnn.allow_tf32 == cudnn
-    finally:
-        torch.set_float32_matmul_precision("highest")
+    list(extract(mine, [(torch.tensor([0]), pictures(1))]))
+    assert seen == [("highest", False)] and setting() == ("high", True)
+    torch.set_float32_matmul_precision(before)
 
 
 @pytest.mark.parametrize("name", ["adm", "inception", "dinov2"])
@@ -161,50 +161,69 @@ def test_dinov2_is_fed_224_and_returns_its_class_token(tmp_path):
     assert torch.allclose(small, large, atol=1e-4)
 
 
-class Mean(torch.nn.Module):
-    def forward(self, images):
-        return images.float().mean((2, 3))
+class Returns(torch.nn.Module):
+    """Returns means, one number, probabilities or, as in training mode, means that depend on the batch.
 
+    As NVIDIA's Inception does, it returns features instead of probabilities only on demand.
+    """
 
-class Flat(torch.nn.Module):
-    def forward(self, images):
-        return images.float().mean()
-
-
-class Probabilities(torch.nn.Module):
-    """Returns features only on demand, as NVIDIA's Inception does."""
+    def __init__(self, what: str):
+        super().__init__()
+        self.what = what
 
     def forward(self, images, return_features: bool = False):
-        features = images.float().mean((2, 3)) / 255
-        return features if return_features else features.softmax(1)
-
-
-class InTrainingMode(torch.nn.Module):
-    def forward(self, images):
         means = images.float().mean((2, 3))
-        return (means - means.mean(0)) / (means.std(0) + 1)
+        if self.what == "a number":
+            return means.mean()
+        if self.what == "batch":
+            return (means - means.mean(0)) / (means.std(0) + 1)
+        return means if return_features or self.what == "means" else (means / 255).softmax(1)
 
 
 def test_a_torchscript_file_is_fed_channels_first(tmp_path):
-    torch.jit.script(Mean()).save(tmp_path / "mean.pt")
+    torch.jit.script(Returns("means")).save(tmp_path / "mean.pt")
     mine, images = load("torchscript", tmp_path / "mean.pt"), pictures(2)
     assert torch.allclose(mine.compute(images)["pool"], images.float().mean((1, 2)))
     assert mine.sizes == {"pool": 3} and mine.distance == "fd_torchscript"
     assert mine.space == f"torchscript {sha256(tmp_path / 'mean.pt')}"
 
 
-@pytest.mark.parametrize(("network", "message"), [
-    (None, "features=torchscript needs features_weights=path/to/file.pt"),
-    ("no", r"net.pt is not TorchScript from uint8 images .* to \(B, D\)"),
-    (Flat(), r"net.pt is not TorchScript from uint8 images .* to \(B, D\)"),
-    (Probabilities(), "each row is not negative and sums to 1, as probabilities do .* return_features=True"),
-    (InTrainingMode(), "the features of an image depend on the others in its batch, as in training mode"),
+@pytest.mark.parametrize(("returns", "message"), [
+    (None, r"net.pt is not TorchScript from uint8 images .* to \(B, D\)"),
+    ("a number", r"net.pt is not TorchScript from uint8 images .* to \(B, D\)"),
+    ("probabilities", "each row is not negative and sums to 1, as probabilities do .* return_features=True"),
+    ("batch", "the features of an image depend on the others in its batch, as in training mode"),
 ])
-def test_a_torchscript_file_of_another_kind_is_refused(network, message, tmp_path):
+def test_a_torchscript_file_of_another_kind_is_refused(returns, message, tmp_path):
     file = tmp_path / "net.pt"
-    if isinstance(network, str):
-        file.write_text(network)
-    elif network is not None:
-        torch.jit.script(network).save(file)
+    torch.jit.script(Returns(returns)).save(file) if returns else file.write_text("no")
     with pytest.raises(ValueError, match=message):
-        load("torchscript", file if network is not None else None)
+        load("torchscript", file)
+    with pytest.raises(ValueError, match="features=torchscript needs features_weights=path/to/file.pt"):
+        load("torchscript", None)
+
+
+# ---- the numbers of OpenAI's evaluator on the cross-check's graph and batches
+
+
+@pytest.fixture
+def crosscheck(real_data, tmp_path):
+    """A folder with the cross-check's graph and its two batches; the test is skipped where they are absent."""
+    source = real_data.parent / "adm_crosscheck"
+    if not source.is_dir():
+        pytest.skip("no ADM cross-check beside the real data")
+    runpy.run_path(str(source / "make_batches.py"))["main"](real_data, tmp_path)
+    shutil.copyfile(source / "graph.pb", tmp_path / "graph.pb")  # its hash is recorded beside it
+    return tmp_path, json.loads((source / "expected.json").read_text())
+
+
+def test_all_five_numbers_agree_with_openais_evaluator(crosscheck):
+    folder, expected = crosscheck
+    run_command(fid.main, "fid.py", images=folder / "sample.npz", reference=folder / "reference.npz", cpu=True,
+                features_weights=folder / "graph.pb", results=folder / "results.jsonl")
+    row = json.loads((folder / "results.jsonl").read_text())
+    # CPUs round the features differently: OpenAI's own counts differ by an image, and noise of 1e-6 moves up to 4.
+    assert row["metrics"] == {
+        **{name: pytest.approx(expected[name], rel=1e-3) for name in ("fid", "sfid", "inception_score")},
+        **{name: pytest.approx(expected[name], abs=2e-3) for name in ("precision", "recall")}}
+    assert row["extractor"]["name"] == "adm" and row["reference"]["images"] == 4000 and row["images"] == 3000
