@@ -77,13 +77,13 @@ def default_grid(cfg: GridSettings, config_name: str, trained: Trained, ending: 
 def sample_all(
     state: PartialState, cfg: GridSettings, sampling: Sampling, seeds: list[int], guidance: Guidance | None,
 ) -> Iterator[Batch]:
-    """Samples the gathered batches of all ranks."""
-    return gathered(state, generate(
+    """Samples this rank's batches."""
+    return generate(
         state, sampling.trained.net, sampling.trained.diffusion, sampling.decode, seeds,
         labels_of(seeds, sampling.classes),
         batch_size=cfg.batch_size, num_steps=cfg.num_steps, guidance=guidance, precision=cfg.precision,
         progress="sampling, guided" if guidance else "sampling", **sampling.sampler,
-    ))
+    )
 
 
 def name_set(cfg: SampleSettings, sampling: Sampling, seeds: list[int]) -> str:
@@ -129,15 +129,17 @@ def main(cfg: SampleSettings) -> None:
         check_file(out, another)
     batches = sample_all(state, cfg, sampling, seeds, sampling.guidance)
     if kind == ".png":
-        write_grid(state, batches, out, trained.display_names, sampling.classes)
+        write_grid(state, gathered(state, batches), out, trained.display_names, sampling.classes)
     elif kind == ".npz":
-        write_npz(state, batches, out, len(seeds), ("latents", "labels") if cfg.latents else ("arr_0", "arr_1"))
+        keys = ("latents", "labels") if cfg.latents else ("arr_0", "arr_1")
+        write_npz(state, gathered(state, batches), out, len(seeds), keys)
     else:
         name = name_set(cfg, sampling, seeds)
         earlier = check_folder(out, name, cfg.overwrite)
         state.wait_for_everyone()  # until all ranks have checked the folder
         for file in earlier if state.is_main_process else ():
             file.unlink()
+        state.wait_for_everyone()  # before any rank writes a picture of the same name
         write_pngs(state, batches, out, name)
     kind = "latents" if cfg.latents else "images"
     state.print(f"{len(seeds)} {kind} from {trained.checkpoint.folder or cfg.checkpoint}: {out}")
@@ -178,8 +180,8 @@ def compare_guided(cfg: GridSettings) -> None:
         state.print(f"{'guided' if guidance else 'unguided':<9}" + ", ".join(
             f"{linear * share / 1e9:.4g} [{2 * (linear + attention) * share / 1e9:.4g}] GFLOP {unit}"
             for unit, share in shares.items()))
-        write_grid(state, sample_all(state, cfg, sampling, seeds, guidance), path, trained.display_names,
-                   sampling.classes)
+        write_grid(state, gathered(state, sample_all(state, cfg, sampling, seeds, guidance)), path,
+                   trained.display_names, sampling.classes)
         state.print(f"         {path}")
 
 

@@ -22,10 +22,10 @@ NPY_ERRORS = (ValueError, TypeError, OverflowError, RecursionError, MemoryError,
 
 
 @contextlib.contextmanager
-def atomic_write(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path, synced: bool = True) -> Iterator[Path]:
     """Yields a path next to `path` for a new file or folder, and renames that to `path` once it is complete.
 
-    After a failed write `path` is as it was. A kill may leave `.<name>.<pid>.tmp` and, between two renames, the folder
+    Unless it is `synced`, only the caller's os.sync() makes it outlast a power cut. After a failed write `path` is as it was. A kill may leave `.<name>.<pid>.tmp` and, between two renames, the folder
     that was at `path` as `.<name>.<pid>.old.tmp`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -34,7 +34,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
     try:
         with naming_path(path):
             yield partial
-            for file in [partial, *partial.rglob("*")]:
+            for file in [partial, *partial.rglob("*")] if synced else ():
                 if file.is_file():
                     sync(file)
             old = partial.with_suffix(".old.tmp")
@@ -42,7 +42,8 @@ def atomic_write(path: Path) -> Iterator[Path]:
                 os.rename(path, old)
             os.replace(partial, path)
             remove(old)
-            sync(path.parent)
+            if synced:
+                sync(path.parent)
     finally:
         remove(partial)
 

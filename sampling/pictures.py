@@ -3,9 +3,11 @@
 import importlib.util
 import json
 import math
+import os
 import re
 import zipfile
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +23,7 @@ from runtime.files import atomic_write, write_array
 from sampling.generate import Batch
 
 MOST_COLUMNS = 10  # of a grid, as a class may have many images
+WRITERS = 4  # threads of a rank that write PNGs
 
 
 def draw_grid(
@@ -70,13 +73,12 @@ def draw_grid(
     return grid
 
 
-def save_image(image: Image.Image, path: Path, record: dict[str, object] | None = None) -> None:
-    """Writes a PNG that contains `record` as a line of JSON."""
+def save_image(image: Image.Image, path: Path, record: dict[str, object], synced: bool = True) -> None:
+    """Writes a PNG that contains `record` as a line of JSON; `synced` is as in `atomic_write`."""
     info = PngInfo()
-    if record is not None:
-        info.add_text("sampling", json.dumps(record))
-    with atomic_write(path) as partial:
-        image.save(partial, format="PNG", pnginfo=info)
+    info.add_text("sampling", json.dumps(record))
+    with atomic_write(path, synced) as partial:
+        image.save(partial, format="PNG", pnginfo=info, compress_level=1)  # a quarter of the time, a fifth larger
 
 
 def write_grid(
@@ -135,15 +137,25 @@ def check_folder(folder: Path, name: str, overwrite: bool) -> list[Path]:
 
 
 def write_pngs(state: PartialState, batches: Iterable[Batch], folder: Path, name: str) -> None:
-    """Consumes the gathered batches of all ranks; the main one writes each image as `<seed>_<label>.png`.
+    """Consumes this rank's batches, and writes each image as `<seed>_<label>.png` while the next batch is sampled.
 
-    Each picture records the name of its set.
+    Each picture records the name of its set. A kill leaves fewer pictures, but no part of one.
     """
-    for seeds, labels, images in batches:
-        if state.is_main_process:
-            for seed, label, image in zip(seeds.tolist(), labels.tolist(), images.numpy(), strict=True):
-                save_image(Image.fromarray(image), folder / f"{seed:06d}_{label}.png",
-                           {**describe_device(state.device), "set": name})
+    record = {**describe_device(state.device), "set": name}
+
+    def write(seed: int, label: int, image: np.ndarray) -> None:
+        save_image(Image.fromarray(image), folder / f"{seed:06d}_{label}.png", record, synced=False)
+
+    with ThreadPoolExecutor(WRITERS) as pool:
+        writes = iter(())
+        for seeds, labels, images in batches:
+            real = seeds >= 0  # without the copies
+            rows = [part[real].cpu() for part in (seeds, labels, images)]
+            list(writes)  # waits for the last batch, and raises its errors
+            writes = pool.map(write, rows[0].tolist(), rows[1].tolist(), rows[2].numpy())
+        list(writes)
+    os.sync()  # once, as a sync of each picture would take longer than sampling it
+    state.wait_for_everyone()
 
 
 def write_npz(

@@ -1,6 +1,8 @@
 """An image is a function of its seed, its label and the weights; checkpoints of every kind load."""
 
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -13,7 +15,7 @@ import torch
 from conftest import ROOT, one_rank, run_command
 from PIL import Image
 from safetensors.torch import save_file
-from training_runs import write_run
+from training_runs import wait_until, write_run
 
 from dit import DiT_models
 from edm import DDPM
@@ -117,20 +119,34 @@ def test_every_class_has_as_many_images_wherever_the_seeds_start(first):
 def test_guided_grid_folder_and_npz_from_one_process_and_from_two_are_the_same(run, tmp_path):
     def options(name):
         return [f"checkpoint={run}", "seeds=0-9", "num_steps=3", "batch_size=2", "guidance=cfg_tread", "gamma1=0.3",
-                f"out={tmp_path / name}"]
+                f"out={tmp_path / name}", "cpu=true"]
 
-    result = forked.run("sample.py", *options("two.npz"), ranks=2)
-    assert result.returncode == 0, result.stderr
-    for name in ("one.npz", "pngs", "grid.png"):
+    two_ranks = [forked.Command("sample.py", *options(name), ranks=2) for name in ("two.npz", "two")]
+    assert [command.wait() for command in two_ranks] == [0, 0]
+    for name in ("one.npz", "one", "grid.png"):
         run_command(main, "sample.py", *options(name))
-    one, both = (np.load(tmp_path / f"{name}.npz") for name in ("one", "two"))
+    one, two = (np.load(tmp_path / f"{name}.npz") for name in ("one", "two"))
     assert one["arr_0"].shape == (10, 8, 8, 3) and one["arr_0"].dtype == np.uint8
     assert one["seeds"].tolist() == list(range(10)) and one["arr_1"].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
-    assert all(np.array_equal(one[key], both[key]) for key in ("arr_0", "arr_1", "seeds"))
-    assert len(list((tmp_path / "pngs").iterdir())) == 10
-    assert np.array_equal(np.asarray(Image.open(tmp_path / "pngs" / "000005_1.png")), one["arr_0"][5])
+    assert all(np.array_equal(one[key], two[key]) for key in ("arr_0", "arr_1", "seeds"))
+    pngs = [{file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("one", "two")]
+    assert pngs[0] == pngs[1] and len(pngs[0]) == 10
+    assert np.array_equal(np.asarray(Image.open(tmp_path / "two/000005_1.png")), one["arr_0"][5])
     assert Image.open(tmp_path / "grid.png").height == 4 * (8 * 8 + 2)  # enlarged eightfold, a row a class
-    assert not list(tmp_path.glob(".*.tmp"))
+    assert not list(tmp_path.rglob(".*.tmp"))
+
+
+def test_a_killed_folder_has_fewer_pictures_but_no_part_of_one_and_the_same_command_completes_it(run, tmp_path):
+    arguments = ["sample.py", f"checkpoint={run}", "seeds=0-299", "num_steps=1", "batch_size=2", "cpu=true"]
+    out, killed = tmp_path / "killed", forked.Command(*arguments, f"out={tmp_path}/killed")
+    wait_until(lambda: len(list(out.glob("*.png"))) > 20, killed)
+    os.kill(killed.pid, signal.SIGKILL)
+    assert killed.wait() == -signal.SIGKILL
+    left = {file.name: file.read_bytes() for file in out.glob("*.png")}
+    undisturbed = pictures(run, tmp_path / "undisturbed", *arguments[2:])
+    assert 20 < len(left) < 300 == len(undisturbed) and left.items() < undisturbed.items()
+    again = pictures(run, out, *arguments[2:])
+    assert {name: content for name, content in again.items() if not name.endswith(".tmp")} == undisturbed
 
 
 def test_a_command_prints_only_its_own_lines_and_imports_nothing_heavy(run, tmp_path):
