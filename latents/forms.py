@@ -21,7 +21,7 @@ import torch
 
 from autoencoder import SD_VAE_SCALE, Convention
 from latents.decoding import UnreadableImage
-from latents.listing import Listing, find_tars, list_folder, list_tars, list_zip, tar_members
+from latents.listing import Listing, find_tars, list_folder, list_tars, list_zip, stamp_of, tar_members
 from runtime.files import NPY_ERRORS, is_pointer, parse_json, refuse_pointer
 from runtime.schema import first_line
 from weights.autoencoders import STATISTICS, own_convention, read_statistics
@@ -50,7 +50,6 @@ FORMS = {
     "lightningdit": Form("LightningDiT's safetensors", "sample", "none", "LightningDiT's VA-VAE", 16),
     "repa": Form("REPA's vae-sd", "moments", "sd_vae_mse", "stabilityai/sd-vae-ft-mse", 8, 8),
     "edm2": Form("EDM2's zip", "moments", "sd_vae_mse", "stabilityai/sd-vae-ft-mse", 8, 8, EDM2),
-    "srdit": Form("SR-DiT's vae-in", "sample", "none", "REPA-E/e2e-invae", 16, 32, Convention(0.3099)),
     "fastdit": Form("fast-DiT's pairs of .npy", "sample", "sd_vae_ema", "stabilityai/sd-vae-ft-ema", 8, 4, scaled=True),
 }
 
@@ -82,7 +81,6 @@ NAMES = {  # patterns of the names of each format's files, and what decides for 
                      "an SD-VAE's"),
     "repa": (LISTED, "if REPA, SiT-REPA or Sprint encoded them (VAE input in -1..1)"),
     "edm2": (LISTED, "if EDM2's dataset_tool.py did (VAE input in 0..1)"),
-    "srdit": (("img-latents-*.npy", "*/img-latents-*.npy", "vae-in/*/img-latents-*.npy"), "for REPA-E's e2e-invae"),
     "fastdit": (("*_features/*.npy",), "for scaled latents, with scale=0.18215 for unscaled ones"),
 }
 
@@ -112,6 +110,7 @@ class Stored:
     form: Form                                  # completed by the files and the settings
     labels: np.ndarray                          # (count,) int64
     shape: tuple[int, int, int]
+    stamps: list[tuple[int, ...]]               # of its files, as in latents.listing.Listing
     sides: dict[str, Callable[[int, int], np.ndarray | torch.Tensor]]   # latents, and mirrored if there are copies
 
 
@@ -131,7 +130,7 @@ def open_stored(
         case "fastdit":
             stored = open_pairs(form, path)
         case _:
-            stored = open_listed(form, path, "vae-in" if format == "srdit" else "vae-sd")
+            stored = open_listed(form, path)
     form = stored.form
     convention = replace(form.convention, scale=scale or form.convention.scale)
     if form.scaled and scale is None and autoencoder:
@@ -204,16 +203,16 @@ def array_reader(listing: Listing, files: list[int]) -> tuple[tuple[int, ...], C
     return shape, read
 
 
-def open_listed(form: Form, source: Path, name: str) -> Stored:
+def open_listed(form: Form, source: Path) -> Stored:
     """Opens .npy files and their dataset.json, {"labels": [[name, class], …]}, in a folder or a zip.
 
-    `{"labels": null}` means one class. The files lie at the top level or in the folder `name`.
+    `{"labels": null}` means one class. The files lie at the top level or in a folder vae-sd.
     """
     if source.is_dir():
-        listing = list_folder(source / name if (source / name).is_dir() else source)
+        listing = list_folder(source / "vae-sd" if (source / "vae-sd").is_dir() else source)
     else:
         listing = list_zip(source)
-        listing = listing.below(name) if any(file.startswith(f"{name}/") for file in listing.names) else listing
+        listing = listing.below("vae-sd") if any(file.startswith("vae-sd/") for file in listing.names) else listing
     files = files_of(listing)
     try:
         pairs = parse_json(listing.read(listing.names.index("dataset.json")))["labels"]
@@ -224,7 +223,8 @@ def open_listed(form: Form, source: Path, name: str) -> Stored:
     require_labels(listing.path, files, label_of)
     order = sorted(files)
     shape, read = array_reader(listing, [files[file] for file in order])
-    return Stored(form, np.array([label_of[file] for file in order]), shape, {"latents": read})
+    return Stored(form, np.array([label_of[file] for file in order]), shape,
+                  [listing.stamp(files[file]) for file in order], {"latents": read})
 
 
 def open_pairs(form: Form, source: Path) -> Stored:
@@ -252,7 +252,8 @@ def open_pairs(form: Form, source: Path) -> Stored:
         return arrays[start - first * batch : end - first * batch]
 
     chunks = [read_labels(start, start + 4096).reshape(-1) for start in range(0, len(order), 4096)]
-    return Stored(form, np.concatenate(chunks), shape[-3:], {"latents": rows})
+    return Stored(form, np.concatenate(chunks), shape[-3:], [features.stamp(latents[name]) for name in order],
+                  {"latents": rows})
 
 
 # ---- LightningDiT's safetensors -------------------------------------------------------------------------------------
@@ -305,7 +306,7 @@ def open_safetensors(form: Form, source: Path, latent_norm: bool) -> Stored:
     else:
         form = replace(form, autoencoder="sd_vae_ema", decoder="Stable Diffusion's VAE", downsample=8)
     sides = {"latents": reader("latents")} | ({"mirrored": reader("latents_flip")} if len(shapes) > 1 else {})
-    return Stored(form, np.concatenate(labels), shapes[0], sides)
+    return Stored(form, np.concatenate(labels), shapes[0], [stamp_of(file) for file in files], sides)
 
 
 # ---- TREAD's tars ---------------------------------------------------------------------------------------------------
@@ -339,4 +340,4 @@ def open_tars(form: Form, source: Path, kind: str | None) -> Stored:
     except (ValueError, OverflowError) as error:
         raise ValueError(f"source={source}: a .cls holds no class number ({error}).") from None
     return Stored(replace(form, kind=kind, scaled=kind == "sample", log_variance=kind == "moments"), labels, shape,
-                  {"latents": read})
+                  [stamp_of(tar) for tar in tars], {"latents": read})

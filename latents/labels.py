@@ -202,9 +202,8 @@ def only_way(source: str | Path, listing: Listing, names: list[str], columns: Co
     """
     inner = [listing.name_in_tar(name) for name in names]
     depths, tops = {name.count("/") for name in inner}, {name.split("/")[0] for name in inner}
-    stem = posixpath.splitext(names[0])[0]
-    present = {*listing.names}
-    beside = [suffix for suffix in ("cls", "json") if f"{stem}.{suffix}" in present]
+    stems, present = {posixpath.splitext(name)[0] for name in names}, {*listing.names}
+    beside = [suffix for suffix in ("cls", "json") if any(f"{stem}.{suffix}" in present for stem in stems)]
     files = [f"{listing.path}/{name}" for name in listing.names if not is_hidden(name) and (
         name.endswith((".csv", ".jsonl", ".parquet")) or posixpath.basename(name) == "dataset.json")]
     if depths == {1} and len(tops) > 1 and not files and not beside:

@@ -46,7 +46,8 @@ def is_finished(out: Path, settings: dict, is_main: bool = True) -> bool:
         return False
     before = read_json(out / "preparing.json")
     changed = [f"{key} was {before.get(key)} and is now {value}" if key != "fingerprint" else
-               "the content of the source has changed" for key, value in settings.items() if before.get(key) != value]
+               "the names, labels, sizes or times of the source's files differ"
+               for key, value in settings.items() if before.get(key) != value]
     if changed:
         raise ValueError(f"out={out} was begun with other settings: {'; '.join(changed)}. Use those, or another out.")
     if not (out / "metadata.json").is_file():

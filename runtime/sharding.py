@@ -75,8 +75,8 @@ def local_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
 
     Operations on lists of tensors are slow for sharded ones.
     """
-    # `to_local` would make a Parameter of each Parameter, which takes longer than the operation.
-    return [tensor._local_tensor if is_sharded(tensor) else tensor for tensor in tensors]
+    with torch.no_grad():  # otherwise `to_local` would be recorded, for a backward pass
+        return [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]
 
 
 def total_norm(accelerator: Accelerator, tensors: Sequence[Tensor]) -> Tensor:

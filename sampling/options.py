@@ -153,7 +153,7 @@ def build_guidance(
     weak = None
     if settings.weak:
         same = {"diffusion": trained.family or trained.recorded["diffusion"]["name"],
-                "num_classes": trained.net.num_classes, "input_size": trained.net.input_size}
+                "num_classes": trained.net.num_classes}
         weak = load_trained(weak_checkpoint or settings.weak, like=same, device=device)
         strong_data, weak_data = (getattr(one.diffusion, "sigma_data", None) for one in (trained, weak))
         if type(weak.diffusion) is not type(trained.diffusion) or strong_data != weak_data:

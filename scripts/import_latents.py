@@ -41,20 +41,14 @@ class ImportSettings(Settings):
     shard_size: Count
 
 
-def probe(stored: Stored, source: str) -> str:
-    """Checks some latents, spread over the source, before anything is written. Returns a hash of them and all labels.
+def probe(stored: Stored, source: str) -> None:
+    """Checks some latents, spread over the source, before anything is written.
 
     Raises ValueError if they are not finite or their root mean square is far from 1.
     """
     form = stored.form
-    content = hashlib.sha256(json.dumps([len(stored.labels), stored.shape, asdict(form)]).encode())
-    content.update(stored.labels)
-    rows = []
-    for index in spread(len(stored.labels), NUM_PROBED).tolist():
-        for read in stored.sides.values():
-            row = torch.as_tensor(read(index, index + 1))
-            content.update(row.float().contiguous().numpy())
-            rows.append(finite(convert(form, row), source, index))
+    rows = [finite(convert(form, torch.as_tensor(read(index, index + 1))), source, index)
+            for index in spread(len(stored.labels), NUM_PROBED).tolist() for read in stored.sides.values()]
     values, scale = torch.cat(rows).double().numpy(), form.convention.scale
     check_kind(values, form.kind, f"source={source}",
                f"set {'kind=moments (for format=tread)' if form.kind == 'sample' else 'format='}, or write them anew.")
@@ -66,7 +60,12 @@ def probe(stored: Stored, source: str) -> str:
         how = "values as stored" if form.scaled else f"scale={scale:g}"
         raise ValueError(f"source={source} has latents whose root mean square is {rms:.3g} instead of about 1, read as "
                          f"{form.whose} with {how}: set format= or scale=.")
-    return content.hexdigest()[:32]
+
+
+def fingerprint(stored: Stored) -> str:
+    """Returns a hash of the labels, what the values mean, and the sizes and times of the source's files."""
+    facts = [stored.labels.tolist(), stored.shape, asdict(stored.form), stored.stamps]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
 
 def finite(rows: torch.Tensor, source: str, first: int) -> torch.Tensor:
@@ -97,7 +96,8 @@ def main(cfg: ImportSettings) -> None:
     copies = " and as many mirrored copies" if is_mirrored else ""
     settings = dict(format=cfg.format, kind=form.kind, scale=form.convention.scale, autoencoder=form.autoencoder,
                     mirrored=is_mirrored, num_classes=num_classes, shard_size=cfg.shard_size,
-                    fingerprint=probe(stored, cfg.source))
+                    fingerprint=fingerprint(stored))
+    probe(stored, cfg.source)
     state.print(f"{cfg.source}: {count:,} latents {stored.shape}{copies} in {num_classes} classes")
     if is_finished(out, settings, state.is_main_process):
         return

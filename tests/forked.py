@@ -174,21 +174,11 @@ class Life:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)
 
-    def has_ended(self) -> bool:
-        with contextlib.suppress(ChildProcessError):  # multiprocessing reaps what has ended when it starts another
-            return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-        return True
-
     def wait(self, seconds: float) -> Ended:
         """Waits for the end; after `seconds` it is killed."""
-        out_of_time, pause = False, 0.001
-        while not self.has_ended():
-            if not out_of_time and time.monotonic() > self.began + seconds:
-                out_of_time = True
-                self.signal(signal.SIGKILL)
-            time.sleep(pause)
-            pause = min(0.02, pause * 1.5)
-        self.signal(signal.SIGKILL)  # what it has started; its number is not free before the next line
+        self.process.join(max(0, self.began + seconds - time.monotonic()))
+        out_of_time = self.process.is_alive()
+        self.signal(signal.SIGKILL)  # what it has started, too
         self.process.join()
         self.output.seek(0)
         with self.output:

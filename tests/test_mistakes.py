@@ -145,7 +145,7 @@ TYPED = {
     "import_latents": [
         ("out=null", "out"), ("source=nowhere", "nowhere"), ("source=empty", "empty"), ("format=ldm", "lightningdit"),
         ("source=latents", "latents"), ("kind=moments", "kind"), ("format=null", "fastdit"),
-        ("format=srdit", "dataset.json"),
+        ("format=repa", "dataset.json"),
     ],
     "study": [
         ("part=0/3", "part=2/6"),

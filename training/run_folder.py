@@ -136,7 +136,7 @@ def open_parent(
     """
     network = record["network"]
     parent = load_trained(find_on_main_rank(state, path), diffusion=diffusion_name,
-                          like={key: network[key] for key in ("num_heads", "input_size")})
+                          like={"num_heads": network["num_heads"]})
     if new_label_table:
         labels = {"num_classes": network["num_classes"], "null_label": True}
         parent.recorded["network"] = parent.recorded["network"] | labels

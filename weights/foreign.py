@@ -98,7 +98,8 @@ def networks_in(content: object) -> dict[str, dict[str, Tensor]]:
     for place, node in {"": content, **content}.items() if isinstance(content, Mapping) else ():
         tensors = {".".join(part for part in key.split(".") if part not in WRAPPERS): value
                    for key, value in (node.items() if isinstance(node, Mapping) else ())
-                   if isinstance(key, str) and isinstance(value, Tensor) and value.ndim}  # counters are no weights
+                   if isinstance(key, str) and isinstance(value, Tensor)
+                   and (value.ndim or value.is_floating_point())}  # counters are no weights
         prefixes = tuple(key.removesuffix(layer) for key in tensors for layer in FIRST_LAYERS
                          if f".{key}".endswith(f".{layer}"))
         for prefix in prefixes:
@@ -115,8 +116,8 @@ def role_of(name: str) -> str:
 def choose(networks: Mapping[str, object], content: Mapping, weights: str | None) -> str:
     """Returns the name of the network that `weights` selects; raises ValueError if there is not exactly one."""
     if not networks:
-        raise ValueError("it holds no DiT's state dict, a dictionary of tensors by name, at its top level or under one "
-                         "of its keys: save it so where it was made")
+        raise ValueError(f"it holds no DiT's state dict, a dictionary with {' or '.join(FIRST_LAYERS)}, at its "
+                         f"top level or under one of its keys: save it so where it was made")
     averages = [key for key in content if ROLES.get(key) == "ema" and content[key]]
     if weights is not None:
         selected = [name for name in networks if weights in (name, role_of(name))]
@@ -234,13 +235,12 @@ def pipeline_of(file: Path) -> dict:
 
 
 def plain_keys(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Renames a code base's keys to ours, and drops REPA's projectors, which only training reads.
+    """Renames a code base's keys to ours.
 
     REPA's older files number the blocks after the first `encoder_depth` from 0 again.
     """
-    state = {key: value for key, value in state.items() if not key.startswith("projectors.")}
     if any(key.startswith("decoder_blocks.") for key in state):
-        encoder_depth = depth_of(state, "blocks")
+        state, encoder_depth = dict(state), depth_of(state, "blocks")
         for key in [key for key in state if key.startswith("decoder_blocks.")]:
             _, j, rest = key.split(".", 2)
             state[f"blocks.{int(j) + encoder_depth}.{rest}"] = state.pop(key)
@@ -287,18 +287,18 @@ def with_positions(state: Mapping[str, Tensor], input_size: int | None, file: Pa
     if "pos_embed" in state or first is None:
         return dict(state)
     if input_size is None:
-        raise ValueError(f"{file} holds no position embedding, and there is no config.json beside it: set "
+        raise ValueError(f"{file} holds no position embedding, pos_embed, and there is no config.json beside it: set "
                          f"input_size=, the side of its latents (32 for images of 256 pixels).")
     return {**state, "pos_embed": sincos_2d(first.shape[0], input_size // first.shape[-1])}
 
 
-def without_angles(state: Mapping[str, Tensor], network: dict, family: str, file: Path) -> dict[str, Tensor]:
-    """Drops LightningDiT's tables of rotary angles, once they are found to be those that our blocks compute.
+def without_unread(state: Mapping[str, Tensor], network: dict, family: str, file: Path) -> dict[str, Tensor]:
+    """Drops REPA's projectors, which only training reads, and LightningDiT's tables of the angles that ours compute.
 
     Raises ValueError for other tables. LightningDiT stores none with use_rope=false, so its weights need them.
     """
     if network["block"] != "lightning":
-        return dict(state)
+        return {key: value for key, value in state.items() if family != "repa" or not key.startswith("projectors.")}
     side, head_dim = network["input_size"] // network["patch_size"], network["hidden_size"] // network["num_heads"]
     angles = rotary_angles(torch.arange(side**2).unsqueeze(0), side, head_dim)[0, 0].repeat_interleave(2, dim=-1)
     ours = {"feat_rope.freqs_cos": angles.cos(), "feat_rope.freqs_sin": angles.sin()}

@@ -33,7 +33,7 @@ from weights.foreign import (
     to_our_diffusion,
     unknown_family,
     with_positions,
-    without_angles,
+    without_unread,
 )
 from weights.reading import from_hub, read_tensors
 from weights.records import CheckpointRecord, DataRecord, build_diffusion, build_network
@@ -259,11 +259,11 @@ def read_without_record(
     stored, pipeline = read_weights(file, weights), pipeline_of(file)
     shown = {"num_classes": stored.num_classes, "diffusion": stored.family} | pipeline
     facts = {**like, **{key: value for key, value in shown.items() if value is not None}, **typed}
-    state = with_positions(stored.state, facts.get("input_size"), file)
+    state = with_positions(stored.state, (pipeline | typed).get("input_size"), file)
     network = infer_architecture(state, facts.get("num_heads"), facts.get("num_classes"))
     if (family := facts.get("diffusion")) not in FAMILIES:
         raise ValueError(unknown_family(file, network))
-    state = without_angles(state, network, family, file)
+    state = without_unread(state, network, family, file)
     fit(state, network, file)
     state, network = to_our_diffusion(state, network, FAMILIES[family])
     autoencoder = facts.get("autoencoder", "identity" if network["in_channels"] == 3 else "sd_vae_ema")

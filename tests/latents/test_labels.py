@@ -5,6 +5,7 @@ Most rows stand for public data sets or reports, such as NVlabs/stylegan2-ada-py
 
 import io
 import json
+import struct
 import tarfile
 import zipfile
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 from PIL import Image
 from spoils import refused
 
+from latents.decoding import UnreadableImage
 from latents.images import ImageSource, open_source
 from latents.labels import Columns
 
@@ -72,6 +74,19 @@ def parquet(**columns) -> bytes:
 def shard(*numbers: int) -> bytes:
     return parquet(image=[{"bytes": png(number), "path": None} for number in numbers],
                    label=[number % 3 for number in numbers])
+
+
+def ppm_of_12_bits() -> bytes:
+    return b"P6\n4 4\n4095\n" + np.full((4, 4, 3), 4095, ">u2").tobytes()
+
+
+def tiff_of_12_bits() -> bytes:
+    """An uncompressed TIFF of 16 bits a value, in RGB, which Pillow cannot write."""
+    values = np.full((4, 4, 3), 4095, "<u2").tobytes()
+    entries = [(256, 3, 1, 4), (257, 3, 1, 4), (258, 3, 3, 134), (259, 3, 1, 1), (262, 3, 1, 2), (273, 4, 1, 140),
+               (277, 3, 1, 3), (278, 3, 1, 4), (279, 4, 1, len(values)), (284, 3, 1, 1)]
+    ifd = struct.pack("<H", len(entries)) + b"".join(struct.pack("<HHII", *entry) for entry in entries) + bytes(4)
+    return struct.pack("<2sHI", b"II", 42, 8) + ifd + struct.pack("<3H", 16, 16, 16) + values
 
 
 def inside(folder: str, files: dict[str, bytes | str]) -> dict[str, bytes | str]:
@@ -164,6 +179,10 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
                                    ["cat/0.jpg and cat/0.png, which would count as two images"]),
     "a setting that nothing reads": (MRI, "Training", {"label": "kind"}, ["label_column=kind would change nothing"]),
     "a wrong word": (MRI, "", {"labels": "folder"}, ["labels=", "folder is not a file, nor one of folders, parents"]),
+    "an RGB TIFF of 16 bits that holds 12": (numbered("cat/0.png", "dog/1.png") | {"dog/2.tif": tiff_of_12_bits()}, "",
+                                             {}, ["more than 8 bits a value: scale them from the range that you know"]),
+    "a PPM of 16 bits that holds 12": (numbered("cat/0.png", "dog/1.png") | {"dog/2.ppm": ppm_of_12_bits()}, "", {}, [
+        "more than 8 bits a value: scale them"]),
     # Names.
     "cat_0_1.png, as ADM reads it": (numbered("cat_0_1.png", "x/cat_1_2.png", "dog_0_1.png"), "", {"labels": "names"},
                                      "cat cat dog"),
@@ -228,6 +247,8 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
                                         "0 1 2 0 1 2 7"),
     "tars without labels": ({"x/0.tar": FLAT, "x/1.tar": FLAT}, "x", {}, ["set one: labels=none"]),
     "a sample without .cls": ({"0.tar": SAMPLES | {"9.png": png(9)}}, "0.tar", {}, ["no class for 1 of", "9.png"]),
+    "the first one, in class folders": (numbered("cat/0.png", "dog/1.png") | {"dog/1.cls": "7"}, "", {}, [
+        "labels=folders: 2 classes (cat, dog); labels=cls: the .cls of each image"]),
     "img2dataset's output_format=files": (IMG2DATASET, "", {}, [
         "labels=folders: 2 classes (00000, 00001); labels=json: the .json of each image"]),
     "its labels": (IMG2DATASET, "", {"labels": "json"}, RIGHT),
@@ -274,10 +295,13 @@ def test_the_classes_are_right_or_a_line_says_what_to_type(tmp_path, files, sour
     labels = str(tmp_path / labels) if labels and ("." in labels or labels == "folder") else labels
     columns = Columns(**{key: value for key, value in settings.items() if key != "labels"})
 
-    def opened() -> ImageSource:
-        return open_source(str(tmp_path / source), labels, columns)
+    def read() -> str:
+        try:
+            return classes(open_source(str(tmp_path / source), labels, columns))
+        except UnreadableImage as error:  # which preparing counts and lists
+            raise ValueError(error) from None
 
     if isinstance(expected, str):
-        assert classes(opened()) == expected
+        assert read() == expected
     else:
-        refused(opened, *expected)
+        refused(read, *expected)

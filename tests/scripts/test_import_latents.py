@@ -102,12 +102,6 @@ def write_edm2(tmp_path):
     return write_listed(tmp_path / "img512-sd.zip", values, zipped=True), values
 
 
-def write_srdit(tmp_path):
-    """SR-DiT's dataset_tools.py: one sample of the posterior, the batch axis left on."""
-    values = normal(COUNT, 1, 32, 4, 4, std=3.0)
-    return write_listed(tmp_path / "sr", values, name="img-latents-{:08d}.npy", prefix="vae-in/"), values[:, 0]
-
-
 def write_fastdit(tmp_path, name="imagenet256", batch=1, file="{}.npy"):
     """fast-DiT's extract_features.py: (1, 4, h, w) and (1,) int64, each a file, or a batch of them."""
     values = normal(COUNT, 4, SIDE, SIDE)
@@ -245,8 +239,6 @@ IMPORTED = {  # what was brought, settings, what the stored values become, value
     "NVlabs/edm2#9, pixels in 0..1": (write_edm2, EDM2, of_edm2, {
         "kind": "moments", "autoencoder": "sd_vae_mse", "scale": 0.5, "pixels": [0, 1],
         "latents_mean": [5.81, 3.25, 0.12, -2.15], "latents_std": [4.17, 4.62, 3.71, 3.28]}, None),
-    "SR-DiT": (write_srdit, {"format": "srdit"}, lambda z: z * np.float32(0.3099),
-               {"kind": "sample", "shape": [32, 4, 4], "scale": 0.3099}, None),
     "TREAD's tars": (write_tread, TREAD, np.copy, {"kind": "sample", "scale": 0.18215, "autoencoder": "sd_vae_ema"},
                      None),
     "unscaled tars": (made(write_tread, place="*.tar"), TREAD | {"scale": 0.5}, lambda z: z * np.float32(0.5),
@@ -343,7 +335,7 @@ REFUSED = [  # what was brought, settings, words
     # which form
     (made(write_repa), {}, f"does not record its format: set {BOTH}"), (made(write_repa, without_vae_sd), {}, BOTH),
     (made(write_repa, zipped=True, prefix="vae-sd/"), {}, BOTH), (made(write_edm2), {}, BOTH),
-    (made(write_srdit), {}, "set format=srdit"), (made(write_fastdit), {}, "set format=fastdit for scaled latents, w"),
+    (made(write_fastdit), {}, "set format=fastdit for scaled latents, w"),
     (made(write_tread), {}, f"set {TARS}"), (made(write_tread, place="*.tar"), {}, f"set {TARS}"),
     (made(write_lightningdit), {}, "set format=lightningdit for VA-VAE's latents and their latents_stats.pt"),
     (made(write_fastdit, lambda source: (source / "x.safetensors").touch()), {}, "; or format=fastdit"),
@@ -460,16 +452,16 @@ def test_a_shard_that_is_not_as_it_was_written_is_written_again(tmp_path, name, 
     assert {file.name: file.read_bytes() for file in out.iterdir()} == complete
 
 
-def test_a_source_with_damage_beyond_the_probe_resumes_once_it_is_corrected(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("write", "settings", "file"), [
+    (write_repa, REPA, "vae-sd/00000/img-mean-std-00000007.npy"), (write_fastdit, FAST, "imagenet256_features/7.npy"),
+    (write_tread, TREAD, "train-0001.tar"), (write_lightningdit, LIGHT, f"{SHARD}.safetensors")])
+def test_a_source_whose_files_have_changed_is_not_the_one_that_was_begun(tmp_path, monkeypatch, write, settings, file):
     monkeypatch.setattr(script, "NUM_PROBED", 2)
-    source, values = write_repa(tmp_path)
-    file = "vae-sd/00000/img-mean-std-00000007.npy"
-    put(file, npy(np.full((8, 8, 8), np.inf, np.float32)))(source)
-    refused(lambda: import_latents(source, tmp_path / "out", "repa", shard_size=2), "latent 7 that is not finite")
-    put(file, npy(values[7]))(source)
-    arrays = import_latents(source, tmp_path / "out", "repa", shard_size=2)[1]
-    assert np.array_equal(arrays["latents"], (values * SCALE).astype(np.float16))
-    assert "resuming: 3 of 6 shards are complete" in capsys.readouterr().out
+    source, _ = write(tmp_path)
+    import_latents(source, tmp_path / "out", **settings)
+    import_latents(source, tmp_path / "out", **settings)  # already complete
+    (source / file).write_bytes((source / file).read_bytes())  # at another time
+    refused(lambda: import_latents(source, tmp_path / "out", **settings), "sizes or times of the source's files differ")
 
 
 def test_imported_latents_have_hashes_and_train(tmp_path, fresh_accelerator):

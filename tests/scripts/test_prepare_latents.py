@@ -211,7 +211,7 @@ def test_labels_of_a_file_are_prepared_and_classes_without_images_are_counted(pe
     assert metadata["class_names"] == ["even", "odd", "prime"] and arrays["labels"].tolist() == [0, 1] * 5
     assert metadata["unreadable"] == [] and metadata["labels"] == str(tmp_path / "labels.csv")
     assert "10 images, classes: 3 (even, odd, prime), 1 of them without images, other" in capsys.readouterr().out
-    refused(lambda: prepare(pets, tmp_path / "out", labels="none"), "the content of the source has changed")
+    refused(lambda: prepare(pets, tmp_path / "out", labels="none"), "sizes or times of the source's files differ")
 
 
 # ---- what is noticed first ------------------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ def test_a_finished_folder_is_left_alone_and_other_settings_are_refused(pets, tm
     new = pets / "emu/new.png"
     for change in (lambda: new.write_bytes(encoded(noise(32, 99))), lambda: new.rename(pets / "emu/9.png")):
         change()  # another image, and then one that is replaced under the same name
-        refused(lambda: prepare(pets, tmp_path / "out", shard_size=4), "the content of the source has changed")
+        refused(lambda: prepare(pets, tmp_path / "out", shard_size=4), "sizes or times of the source's files differ")
     assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
 
 
