@@ -92,9 +92,10 @@ def echo_what_is_loaded(rank: int) -> None:
     def resume_and_echo(run):
         resumed, folder = resume(run), run.folder
         if resumed is not None:
+            run.optimizer = SimpleNamespace(optimizer=run.optimizer)  # as accelerate wraps it later
             run.folder, run.saved = folder / f"echo-{run.accelerator.num_processes}-{run.cfg.sharding}", None
             train.save(run)
-            run.folder = folder
+            run.folder, run.optimizer = folder, run.optimizer.optimizer
         return resumed
 
     train.resume = resume_and_echo
@@ -255,7 +256,7 @@ def test_a_run_resumes_sharded_or_not_on_any_number_of_ranks_bit_for_bit(shapes,
 @pytest.mark.parametrize(("recipe", "part", "most"), [
     (["optimizer=muon"], "blocks.0.attn.qkv.weight", 1e-3),  # what bfloat16 rounds of Newton's and Schulz's products
     (["model=sprint"], "fusion", 1e-6),
-    (["objective=alignment", "objective.block=1"], "projector", 1e-6),  # weights beside the network's
+    (["objective=alignment", "objective.block=1"], "projector", 1e-3),  # a CPU adds its 4 million squares in float32
 ])
 def test_a_recipe_trains_the_same_sharded_or_not_and_resumes_bit_for_bit(taught, tmp_path, recipe, part, most):
     def on(name: str, sharded: str, steps: int) -> list[str]:
