@@ -113,12 +113,14 @@ TYPED = {
     ],
     "rf": [
         ("-m", "scale=1.5,2", "2 jobs of --multirun would write to out=new.png"),
-        ("checkpoint=run", "edm"), ("guidance=none", "guidance"), ("out=x.npz", ".png"),
+        ("checkpoint=run", "edm"), ("checkpoint=null", "checkpoint="), ("guidance=none", "guidance"),
+        ("out=x.npz", ".png"),
         ("checkpoint=dense", "needs a network with a route"), ("interval=[0.28,2.9]", "interval="),
         ("sampler.S_churn=1", "solver"), ("guidance=autoguidance", "weak=run", "mixed"),
     ],
     "fid": [
-        ("checkpoint=run", "images=four", "images"), ("images=four", "reference=null", "reference="),
+        ("seed=0", "Give one of checkpoint=, images="), ("checkpoint=run", "images=four", "images"),
+        ("images=four", "reference=null", "reference="),
         ("reference_from=four", "reference=null", "results=null", "out="), ("images=empty", "empty"),
         ("images=mixed", "resolution="), ("images=four", "num_samples=5", "4 images"),
         ("images=four", "features=vgg", "inception"), ("images=four", "metrics=[fid]", "fd_pixels"),
@@ -143,7 +145,8 @@ TYPED = {
         ("autoencoder=sd_vae_mse", "seed=3", "kind=moments"),
     ],
     "import_latents": [
-        ("out=null", "out"), ("source=nowhere", "nowhere"), ("source=empty", "empty"), ("format=ldm", "lightningdit"),
+        ("out=null", "out"), ("source=null", "source="), ("source=nowhere", "nowhere"), ("source=empty", "empty"),
+        ("format=ldm", "lightningdit"),
         ("source=latents", "latents"), ("kind=moments", "kind"), ("format=null", "fastdit"),
         ("format=repa", "dataset.json"),
     ],

@@ -71,9 +71,9 @@ def sampled_numbers(name: str) -> list[float]:
     decode = pixels_to_images if name == "images" else (lambda latents: latents)
     sampled = sampled_images(one_rank(), net, diffusion, decode, SEEDS, labels_of(SEEDS, [*range(10)]), batch_size=2,
                              num_steps=4, guidance=guidance, sampler=sampler)
-    found = {int(i): checksum(image) for indices, images in sampled.batches
+    checksums = {int(i): checksum(image) for indices, images in sampled.batches
              for i, image in zip(indices, images, strict=True)}
-    return [found[i] for i in range(3)]
+    return [checksums[i] for i in range(3)]
 
 
 def pictures(count: int, k: float) -> torch.Tensor:
@@ -105,17 +105,17 @@ def inception_score_of_a_folder() -> float:
 
 def scored() -> dict[str, float]:
     """Scores 60 images against 40 others, and more parts by themselves."""
-    found = {}
+    numbers = {}
     for extractor, asked in ((in_full(), None), (features.load_extractor(one_rank(), "pixels"), ["fd_pixels"])):
         reference = Reference({}, image_sets.StoredImages(40, lambda indices: pictures(40, 0)[indices], {}), {})
         batches = ((torch.arange(first, first + 20), pictures(60, 1)[first : first + 20]) for first in (0, 20, 40))
-        found |= {f"{extractor.name} {metric}": value
+        numbers |= {f"{extractor.name} {metric}": value
                   for metric, value in score_with(extractor, reference, batches, 60, asked).items()}
     splits = metrics.ScoreSums(6000, 4)
     splits.add(torch.arange(6000), (wave((6000, 4), 2, 3) * torch.linspace(0, 2, 6000)[:, None]).softmax(1))
     ordered = image_sets.StoredImages(1000, None, {}, np.arange(1000)[::-1])
     cropped = center_crop(Image.fromarray(wave((50, 70, 3), 3, 127).add(128).to(torch.uint8).numpy()), 16)
-    return found | {
+    return numbers | {
         "inception score of two splits": splits.score(),
         "evenly": checksum(torch.from_numpy(image_sets.evenly(1000, 31)).float()),
         "chosen in a shuffled order": checksum(torch.from_numpy(ordered.choose(31).copy()).float()),
@@ -136,10 +136,10 @@ def trained() -> dict[str, float]:
                     "optimizer.eps=1e-3", "optimizer.warmup_steps=0", "ema.decay=0.5", "ema.warmup=false",
                     "log.every=1", "samples.every=0", "precision=fp32", "compile=false", "cpu=true",
                     "log.trackers=[]")
-        found = {f"{key} of step {row['step']}": row[key] for row in files.read_rows(run / "metrics.jsonl")
+        numbers = {f"{key} of step {row['step']}": row[key] for row in files.read_rows(run / "metrics.jsonl")
                  for key in ("loss", "grad_norm")}
         last = checkpoints.latest(run)
-        return found | {name: sum(map(checksum, checkpoints.load(last, name).values())) for name in ("model", "ema")}
+        return numbers | {name: sum(map(checksum, checkpoints.load(last, name).values())) for name in ("model", "ema")}
 
 
 def near(expected: list[float] | dict[str, float], name: str = "") -> object:

@@ -16,7 +16,7 @@ from weights import checkpoint as checkpoints
 
 EMA, STEP = "checkpoints/step-00000004/ema.safetensors", "checkpoints/step-00000004"
 NETWORK = ["model.backbone_type=DiT-S/4", "model.hidden_size=8", "model.depth=7", "model.num_heads=2"]
-GIVEN = {  # settings with which each command works
+WORKING = {  # settings with which each command works
     "train": ["data=folder", "data.path=latents", "run_dir=new", "steps=1", "batch_size=6", "samples.every=0",
               "precision=fp32", "compile=false", "cpu=true", "log.trackers=[]", "evaluate.every=0",
               "evaluate.features=pixels", *NETWORK],
@@ -74,7 +74,8 @@ def entry_of(command: str) -> Callable[[], None]:
 
 
 def run(place: Path, command: str, typed: list[str]) -> None:
-    """Runs a command in the folder with what is given and what is typed over it."""
-    given = [each for each in GIVEN[command] if each.partition("=")[0] not in {one.partition("=")[0] for one in typed}]
+    """Runs a command in the folder with settings that work and what is typed over them."""
+    keys = {setting.partition("=")[0] for setting in typed}
+    others = [setting for setting in WORKING[command] if setting.partition("=")[0] not in keys]
     with contextlib.chdir(place):
-        run_command(entry_of(command), f"{command}.py", *given, *typed)
+        run_command(entry_of(command), f"{command}.py", *others, *typed)

@@ -267,6 +267,11 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     "train-part0 and test-part0": (
         {"train-part0.parquet": shard(0), "train-part1.parquet": shard(1), "test-part0.parquet": shard(2)},
         "*.parquet", {}, ["2 sets of parquet files, test-part*.parquet, train-part*.parquet", "/train-part*.par"]),
+    "the hub's older names": (
+        {f"x/train-0000{i}-of-00002-{i}b1c2d3e4f5a6b7c.parquet": shard(i) for i in range(2)}, "x", {}, "0 1"),
+    "the hub's older names of two splits": (
+        {f"x/{name}-00000-of-00001-0b1c2d3e4f5a6b7c.parquet": shard(0) for name in ("train", "test")}, "x", {},
+        ["2 sets of parquet files, test-*-of-00001*.parquet, train-*-of-00001*.parquet: choose one"]),
     "one split of them": (
         {"train-part0.parquet": shard(0), "train-part1.parquet": shard(1), "test-part0.parquet": shard(2)},
         "train-*.parquet", {}, "0 1"),

@@ -348,18 +348,6 @@ def test_the_keys_of_the_config_are_those_that_are_declared_and_help_lists_them(
                          "fid": {"guidance", "gauge"}, "sample": {"guidance"}}.get(name, set())
 
 
-@pytest.mark.parametrize(("name", "words"), [
-    ("config", "data/imagenet256"), ("sample", "checkpoint="), ("rf", "checkpoint="),
-    ("prepare_latents", "source=null"),
-    ("fid", "Give one of checkpoint=, images="), ("import_latents", "source="),
-])  # fmt: skip
-def test_a_command_without_arguments_names_what_it_needs(name, words, tmp_path, monkeypatch, fresh_accelerator):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as ended:
-        run_command(command_of(name)[0], f"{name}.py")
-    assert words in str(ended.value.code) and not list(tmp_path.iterdir())
-
-
 LIBRARY = {"latents_std", "pixels", "generator", "key", "WORLD_SIZE", "torchao", "teacher", "LOCAL_RANK", "MASTER_PORT",
            "use_rope", "return_features"}  # of other libraries and files
 

@@ -17,7 +17,7 @@ def fill(folder, text: str) -> None:
 
 
 def test_a_kill_at_any_change_leaves_the_old_folder_or_the_new(tmp_path):
-    found = []
+    contents = []
     for change in itertools.count(1):
         place = tmp_path / str(change)
         fill(place / "out", "old")
@@ -32,10 +32,10 @@ def test_a_kill_at_any_change_leaves_the_old_folder_or_the_new(tmp_path):
         # Between two renames the old one is there by another name.
         [folder] = [place / "out"] if (place / "out").is_dir() else place.glob(".out.*.old.tmp")
         [content] = {(folder / name).read_text() for name in ("a", "sub/b")}    # of one kind
-        found.append(content)
+        contents.append(content)
         if ended.code == 0:
             break
-    assert len(found) > 8 and {*found} == {"old", "new"} and found == sorted(found, reverse=True)
+    assert len(contents) > 8 and {*contents} == {"old", "new"} and contents == sorted(contents, reverse=True)
     assert [path.name for path in place.iterdir()] == ["out"]
 
 

@@ -59,7 +59,7 @@ def test_no_file_is_replaced(packages, tmp_path):
     (tmp_path / "there.zip").write_text("mine")
     for arguments in (["--out", "there.zip"], ["--out", "new.zip", "--held-out", "there.zip"],
                       ["--out", "new.zip", "--held-out", "new.zip"]):
-        found = prepare(*packages, *(tmp_path / part if part.endswith("zip") else part for part in arguments))
-        assert found.returncode == 1 and found.stderr.startswith("prepare_emoji.py: --")
-        assert found.stderr.count("\n") == 1
+        ended = prepare(*packages, *(tmp_path / part if part.endswith("zip") else part for part in arguments))
+        assert ended.returncode == 1 and ended.stderr.startswith("prepare_emoji.py: --")
+        assert ended.stderr.count("\n") == 1
         assert (tmp_path / "there.zip").read_text() == "mine" and not (tmp_path / "new.zip").exists()

@@ -32,8 +32,8 @@ def prepare(source, out, resolution=32, autoencoder="identity", **settings) -> N
     """Prepares with the settings of configs/prepare_latents.yaml but for those that are given."""
     plain = OmegaConf.to_container(OmegaConf.load(CONFIGS / "prepare_latents.yaml"))
     plain = {key: plain[key] for key in script.PrepareSettings.model_fields}
-    given = {"source": str(source), "out": str(out), "resolution": resolution, "autoencoder": autoencoder}
-    script.main.__wrapped__(script.check_settings(script.PrepareSettings(**plain | given | settings), {}))
+    settings |= {"source": str(source), "out": str(out), "resolution": resolution, "autoencoder": autoencoder}
+    script.main.__wrapped__(script.check_settings(script.PrepareSettings(**plain | settings), {}))
 
 
 def noise(size: int, seed: int) -> np.ndarray:
@@ -279,8 +279,8 @@ def test_a_preparation_that_was_stopped_ends_in_the_same_bytes(form, pets, tmp_p
 
 def test_leftovers_of_kills_are_swept_and_files_of_others_are_not(pets, tmp_path):
     out = tmp_path / "out"
-    theirs = [".session.tmp", ".latents-draft.npy.tmp", ".mine.12.tmp", "movie.avi"]
-    ours = [".latents-00001.npy.77.tmp", ".metadata.json.77.tmp", ".record-00002.json.9.tmp"]
+    of_others = [".session.tmp", ".latents-draft.npy.tmp", ".mine.12.tmp", "movie.avi"]
+    of_kills = [".latents-00001.npy.77.tmp", ".metadata.json.77.tmp", ".record-00002.json.9.tmp"]
     out.mkdir()
     (out / "movie.avi").write_text("")
     refused(lambda: prepare(pets, out, shard_size=4), "holds files that this script did not write")
@@ -288,24 +288,20 @@ def test_leftovers_of_kills_are_swept_and_files_of_others_are_not(pets, tmp_path
     (out / ".DS_Store").touch()  # hidden files do not matter
     prepare(pets, out, shard_size=4)
     for is_whole in (True, False):  # the same command on a folder that is whole, and on one that is not
-        for name in (*theirs, *ours):
+        for name in (*of_others, *of_kills):
             (out / name).write_text("half")
         if not is_whole:
             (out / "metadata.json").unlink()
         prepare(pets, out, shard_size=4)
-        assert set(theirs) <= set(os.listdir(out)) and not set(ours) & set(os.listdir(out))
+        assert set(of_others) <= set(os.listdir(out)) and not set(of_kills) & set(os.listdir(out))
 
 
-def test_a_second_process_on_the_same_folder_is_refused_and_the_first_continues(pets, tmp_path):
+def test_a_second_process_is_refused_and_a_file_system_without_locks_is_named(pets, tmp_path, monkeypatch, capsys):
     lock = lock_folder(tmp_path / "out", "")
     refused(lambda: prepare(pets, tmp_path / "out"), "Another process is writing out=")
     assert os.listdir(tmp_path / "out") == [".lock"]
     lock.release()
-    prepare(pets, tmp_path / "out")
-    assert (tmp_path / "out" / "metadata.json").is_file()
 
-
-def test_a_file_system_without_locks_is_named_in_a_line_and_works(pets, tmp_path, monkeypatch, capsys):
     def refuse(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 

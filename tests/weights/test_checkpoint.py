@@ -43,11 +43,11 @@ def test_a_file_is_safetensors_own_byte_for_byte_and_hashed_without_being_read(t
              "j": torch.arange(3, dtype=torch.int32),
              "large": torch.randn(2**19 + 1), "k": torch.arange(3, dtype=torch.int16),
              "l": torch.arange(3, dtype=torch.int8)}
-    save_file({name: value.contiguous() for name, value in named.items()}, tmp_path / "theirs")
-    expected = files.sha256(tmp_path / "theirs")
+    save_file({name: value.contiguous() for name, value in named.items()}, tmp_path / "reference")
+    expected = files.sha256(tmp_path / "reference")
     monkeypatch.setattr(checkpoints, "sha256", lambda path: pytest.fail(f"{path} is read"))
     checkpoints.save(tmp_path / "step-00000001", {"one": named, "two": {"a": torch.ones(3)}}, {"step": 1})
-    assert (tmp_path / "step-00000001/one.safetensors").read_bytes() == (tmp_path / "theirs").read_bytes()
+    assert (tmp_path / "step-00000001/one.safetensors").read_bytes() == (tmp_path / "reference").read_bytes()
     assert checkpoints.read_meta(tmp_path / "step-00000001")["files"]["one.safetensors"]["sha256"] == expected
     monkeypatch.undo()
     assert checkpoints.problem(tmp_path / "step-00000001") is None

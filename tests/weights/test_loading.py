@@ -102,7 +102,7 @@ def test_an_uploaded_checkpoint_is_read_from_the_hub_by_its_name(here, monkeypat
     snapshot = cached("me/x", STEP)
     download, asked = huggingface_hub.hf_hub_download, []
     monkeypatch.setattr(huggingface_hub, "hf_hub_download",
-                        lambda repo, name, **given: asked.append((repo, name)) or download(repo, name, **given))
+                        lambda repo, name, **options: asked.append((repo, name)) or download(repo, name, **options))
     trained, local = load_trained("me/x"), load_trained("run")
     assert trained.checkpoint.folder.samefile(snapshot) and trained.checkpoint.run is None and trained.step == 2
     assert trained.checkpoint.sha256 == local.checkpoint.sha256 and asked == [("me/x", "meta.json"),
