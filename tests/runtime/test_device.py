@@ -6,7 +6,7 @@ import os
 import forked
 import pytest
 import torch
-from conftest import pytest_configure, run_command
+from conftest import run_command
 from PIL import Image
 from training_runs import train_here
 
@@ -38,16 +38,6 @@ def unusable(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(device.Path, "glob", lambda self, pattern: iter(["/dev/nvidia0"]))
-
-
-def test_the_suite_hides_gpus_from_every_process_that_it_starts(monkeypatch, pytestconfig):
-    printed = forked.run("-c",
-                         "import os; print([os.environ[f'{kind}_VISIBLE_DEVICES'] for kind in ('CUDA', 'HIP')])").stdout
-    assert printed == "['', '']\n" and not torch.cuda.is_available()
-    monkeypatch.setattr(pytestconfig.option, "markexpr", "gpu")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    pytest_configure(pytestconfig)
-    assert "CUDA_VISIBLE_DEVICES" not in os.environ  # python -m pytest -m gpu sees them
 
 
 @pytest.mark.parametrize(("visible", "has_file", "is_error"), [
