@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import pkgutil
 import re
 import shlex
 import subprocess
@@ -99,6 +100,17 @@ def test_every_link_leads_somewhere_and_no_line_is_too_long(page):
             headings = [anchor(line.lstrip("#")) for line in lines if line.startswith("#")]
             assert place in headings, f"{page.name} links to {target}, which has no such heading"
     assert not [line for line in text.splitlines() if len(line) > 120]
+
+
+def test_each_function_and_test_that_carries_a_part_of_the_paper_exists():
+    page = (ROOT / "docs/paper.md").read_text(encoding="utf-8")
+    for file in re.findall(r"`(tests/\S+\.py)`", page):
+        assert (ROOT / file).is_file()
+    columns = [row.split(" | ")[1] for row in page.splitlines() if row.startswith("| ")]
+    names = re.findall(r"`([\w.]+)`", " ".join(columns))
+    assert len(names) > 20
+    for name in names:
+        assert pkgutil.resolve_name(name) is not None
 
 
 def commits_of(rows: object) -> set[str | None]:
