@@ -7,10 +7,8 @@ formats. Nothing is unpickled.
 import itertools
 import math
 import re
-import warnings
 import zipfile
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from io import BytesIO
@@ -146,22 +144,6 @@ def open_stored(
     return stored
 
 
-def warn_of_gap(names: Iterable[str], where: Path) -> None:
-    """Warns if numbers are missing from consecutively numbered names, as after an interrupted download."""
-    runs: dict[tuple[str, str], dict[int, int]] = {}  # (text before, text after) -> number -> its digits
-    for name in names:
-        if parts := re.fullmatch(r"(.*?)(\d+)(\D*)", name):
-            runs.setdefault((parts[1], parts[3]), {})[int(parts[2])] = len(parts[2])
-    for (before, after), numbers in runs.items():
-        missing = max(numbers) - min(numbers) + 1 - len(numbers)
-        if 0 < missing <= len(numbers):  # with larger gaps the numbers are not consecutive
-            first = next(i for i in range(min(numbers), max(numbers)) if i not in numbers)
-            warnings.warn(f"{where} lacks {before}{first:0{numbers[min(numbers)]}}{after} ({missing} of "
-                          f"{missing + len(numbers)} are missing): compare the number of latents below with the number "
-                          f"of images.", stacklevel=3)
-            return
-
-
 # ---- one npy file per array -----------------------------------------------------------------------------------------
 
 
@@ -238,7 +220,6 @@ def open_pairs(form: Form, source: Path) -> Stored:
     latents, label_files = files_of(features), files_of(labels)
     require_labels(source, latents, label_files)
     order = sorted(latents, key=lambda name: ([int(number) for number in re.findall(r"\d+", name)], name))
-    warn_of_gap(order, features.path)
     shape, read = array_reader(features, [latents[name] for name in order])
     label_shape, read_labels = array_reader(labels, [label_files[name] for name in order])
     batch = shape[0] if len(shape) == 4 else 1  # latents per file
@@ -266,11 +247,6 @@ def open_safetensors(form: Form, source: Path, latent_norm: bool) -> Stored:
     files = sorted(source.glob("*.safetensors"))
     if not files:
         raise ValueError(f"source={source} holds no .safetensors.")
-    warn_of_gap([file.name for file in files], source)
-    ranks = Counter(file.name.rpartition("_shard")[0] for file in files)
-    if len(set(ranks.values())) > 1:  # every rank had the same number of images
-        warnings.warn(f"{source} has unequal numbers of shards per rank ({dict(ranks)}). Some are missing, or remain "
-                      f"from an earlier extraction with more GPUs, so that their images count twice.", stacklevel=3)
     starts, labels, shapes = [0], [], None  # of one latent in each part
     for file in files:
         refuse_pointer(file)
@@ -327,7 +303,6 @@ def open_tars(form: Form, source: Path, kind: str | None) -> Stored:
     if len({"train" in tar.name for tar in tars}) > 1:
         raise ValueError(f"source={source} has tars with and without train in their names. TREAD trains only on those "
                          f"with it: select them, as in \"source='{tars[0].parent}/*train*.tar'\".")
-    warn_of_gap([tar.name for tar in tars], source)
     listing = list_tars(tars, source)
     latents, classes = ({name.removesuffix(suffix): i for name, i in files_of(listing, suffix).items()}
                         for suffix in (".latent.npy", ".cls"))

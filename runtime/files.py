@@ -15,7 +15,6 @@ from typing import Any, BinaryIO
 import numpy as np
 from filelock import FileLock, Timeout
 
-MOST_LEVELS = 100  # of nested lists and objects in a file from elsewhere
 MOST_BYTES = 2**28  # of a record, which is read into memory at once
 # What numpy raises for the header of an npy that is damaged, has sizes beyond 64 bits, or is nested without end.
 NPY_ERRORS = (ValueError, TypeError, OverflowError, RecursionError, MemoryError, TokenError)
@@ -25,8 +24,9 @@ NPY_ERRORS = (ValueError, TypeError, OverflowError, RecursionError, MemoryError,
 def atomic_write(path: Path, synced: bool = True) -> Iterator[Path]:
     """Yields a path next to `path` for a new file or folder, and renames that to `path` once it is complete.
 
-    Unless it is `synced`, only the caller's os.sync() makes it outlast a power cut. After a failed write `path` is as it was. A kill may leave `.<name>.<pid>.tmp` and, between two renames, the folder
-    that was at `path` as `.<name>.<pid>.old.tmp`.
+    Unless it is `synced`, only the caller's os.sync() makes it outlast a power cut. After a failed write `path` is as
+    it was. A kill may leave `.<name>.<pid>.tmp` and, between two renames, the folder that was at `path` as
+    `.<name>.<pid>.old.tmp`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -54,8 +54,7 @@ def is_pointer(start: bytes) -> bool:
 
 
 def refuse_pointer(file: Path) -> None:
-    """Raises ValueError if a file is only a pointer of Git LFS, and OSError as `require_plain` does."""
-    require_plain(file)
+    """Raises ValueError if a file is only a pointer of Git LFS."""
     if not file.is_file() or file.stat().st_size >= 1024:  # pointers are shorter
         return
     if is_pointer(file.read_bytes()):
@@ -89,12 +88,6 @@ def remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
-
-
-def require_plain(file: Path) -> None:
-    """Raises OSError for a pipe or the like, as reading it could wait forever."""
-    if file.exists() and not file.is_file():
-        raise OSError(errno.EINVAL, "it is not a plain file", str(file))
 
 
 def sync(path: Path) -> None:
@@ -174,16 +167,11 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def parse_json(content: str | bytes) -> Any:
-    """Parses JSON, in UTF-8 or UTF-16; raises ValueError for anything else, and beyond MOST_LEVELS of nesting."""
-    with contextlib.suppress(RecursionError):
-        value = json.loads(content)
-        level = [value]
-        for _ in range(MOST_LEVELS):
-            level = [part for outer in level if isinstance(outer, dict | list)
-                     for part in (outer.values() if isinstance(outer, dict) else outer)]
-            if not level:
-                return value
-    raise ValueError(f"it is nested deeper than {MOST_LEVELS} levels")
+    """Parses JSON, in UTF-8 or UTF-16; raises ValueError for anything else."""
+    try:
+        return json.loads(content)
+    except RecursionError:
+        raise ValueError("its lists or objects are nested too deeply") from None
 
 
 def read_rows(path: Path) -> list[dict]:

@@ -21,7 +21,7 @@ from latents.decoding import SHAPES, UnreadableImage
 from latents.folder import KINDS
 from latents.images import ImageSource, ShapeSource, open_source
 from latents.labels import Columns
-from latents.listing import a_few
+from latents.listing import a_few, stamp_of
 from latents.writer import is_finished, write_folder
 from objectives.teachers import Teacher, load_teacher
 from runtime.command import command
@@ -110,6 +110,12 @@ def teach_rows(teacher: Teacher, images: torch.Tensor, precision: str, mirror: b
         return as_stored(teacher(images), "teacher's tokens")
 
 
+def stamps(*names: str | None) -> list[list[int]]:
+    """Returns the sizes and times of the files of local weights, so that a preparation is not resumed with others."""
+    paths = [path for name in names if name for path in sorted([Path(name), *Path(name).rglob("*")])]
+    return [[*stamp_of(path)] for path in paths if path.is_file()]
+
+
 def as_stored(rows: torch.Tensor, what: str) -> np.ndarray:
     rows = rows.half()
     if not rows.isfinite().all():
@@ -188,6 +194,8 @@ def main(cfg: PrepareSettings) -> None:
     settings = dict(resolution=resolution, autoencoder=autoencoder, kind=kind, mirror=cfg.mirror, seed=cfg.seed,
                     precision=cfg.precision, shard_size=cfg.shard_size, tf32=cfg.tf32, fingerprint=source.fingerprint(),
                     teacher=cfg.teacher, patch_size=cfg.patch_size if cfg.teacher else None, images=cfg.images or None)
+    if weights := stamps(autoencoder, cfg.teacher):
+        settings["weights"] = weights
     if is_finished(out, settings, state.is_main_process):
         return
 

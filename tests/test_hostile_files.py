@@ -1,5 +1,5 @@
-"""Files that somebody made to do harm: no command runs code in them, crashes or hangs because of them, or reads or
-changes a file outside of what it was given.
+"""Files that somebody made to do harm: no command runs code in them, crashes because of them, or reads or changes a
+file outside of what it was given.
 """
 
 import json
@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import one_rank, save_vae
-from PIL import Image
 from safetensors.torch import save_file
 from test_data import labels_of, numbered, write_folder
 from test_import_latents import import_latents, npy, write_lightningdit, write_repa
@@ -26,7 +25,6 @@ import sample
 import train
 from dit import DiT
 from latents.folder import map_npy, open_latents
-from latents.images import open_source
 from runtime import files
 from sampling.pictures import draw_grid
 from scoring.features import load_extractor
@@ -318,27 +316,6 @@ def test_the_record_of_latents_names_files_of_its_folder_alone(tmp_path, where, 
         record["shards"][0][part] = str(file) if where == "/absolute" else where
     (out / "metadata.json").write_text(json.dumps(record))
     assert "which is not a plain file in that folder" in in_a_line(open_latents, out)
-
-
-PIPES = {  # what writes a folder, the file of it that becomes a pipe, and what reads it
-    **{f"run/{STEP}/{name}": (lambda at, run: shutil.copytree(run, at / "run"), lambda at: load_trained(at / "run"))
-       for name in ("meta.json", "ema.safetensors")},
-    **{f"set/{name}": (lambda at, _: write_folder(at / "set", numbered(), labels_of()),
-                       lambda at: open_latents(at / "set"))
-       for name in ("latents-00000.npy", "labels-00000.npy", "metadata.json")},
-    "a.png": (lambda at, _: Image.new("RGB", (8, 8)).save(at / "a.png"), lambda at: open_source(at, "none").pixels(0)),
-    "a.zip": (lambda at, _: (at / "a.zip").touch(), lambda at: open_source(at / "a.zip", "none")),
-}
-
-
-@pytest.mark.filterwarnings("ignore:The checkpoint")
-@pytest.mark.parametrize("name", PIPES)
-def test_a_pipe_in_place_of_a_file_is_not_waited_for(untrained, tmp_path, name):
-    write, read = PIPES[name]
-    write(tmp_path, untrained)
-    (tmp_path / name).unlink()
-    os.mkfifo(tmp_path / name)
-    assert in_a_line(read, tmp_path)
 
 
 def test_weights_that_name_a_billion_blocks_are_a_line(tmp_path):

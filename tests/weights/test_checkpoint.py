@@ -2,9 +2,12 @@
 
 import json
 import shutil
+import warnings
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from runtime import files
@@ -66,22 +69,30 @@ def test_the_latest_is_by_number_not_by_name(tmp_path):
     assert checkpoints.latest(tmp_path / "nothing") is None
 
 
-@pytest.mark.parametrize(("name", "damage"), [
-    ("ema.safetensors", lambda content: content[:-4]),
-    ("ema.safetensors", lambda content: content[:-1] + bytes([content[-1] ^ 1])),
-    ("ema.safetensors", None), ("meta.json", None),     # deleted
-    ("meta.json", lambda content: content[: len(content) // 2]),
-    ("meta.json", lambda content: content.replace(b'"images": 16', b'"images": 26')),   # as one bit does
-])
-def test_a_damaged_newest_checkpoint_is_named_and_skipped(tmp_path, name, damage):
-    good, file = save(tmp_path, 1), save(tmp_path, 2, images=16) / name
-    content = file.read_bytes()
-    file.unlink()
-    if damage is not None:
-        assert damage(content) != content
-        file.write_bytes(damage(content))
-    with pytest.warns(UserWarning, match="step-00000002 is damaged"):
-        assert checkpoints.latest(tmp_path) == good
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """The checkpoints of two steps of a run."""
+    run = tmp_path_factory.mktemp("two")
+    return save(run, 1), save(run, 2, images=16)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@given(data=st.data())
+def test_a_newest_checkpoint_that_is_cut_or_changed_is_named_and_skipped(two, data):
+    good, newest = two
+    file = newest / data.draw(st.sampled_from(["ema.safetensors", "model.safetensors", "meta.json"]))
+    whole, meta = file.read_bytes(), checkpoints.read_meta(newest)
+    place, change = data.draw(st.integers(0, len(whole) - 1)), data.draw(st.integers(0, 255))
+    file.write_bytes(whole[:place] + (bytes([whole[place] ^ change]) + whole[place + 1 :] if change else b""))
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if checkpoints.latest(good.parent.parent) == good:
+                assert "step-00000002 is damaged and is skipped: " in str(caught[0].message)
+            else:  # a space between two values, say
+                assert checkpoints.read_meta(newest) == meta and file.name == "meta.json"
+    finally:
+        file.write_bytes(whole)
 
 
 def test_a_copied_checkpoint_is_not_of_the_step_in_its_name(tmp_path):
