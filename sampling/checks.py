@@ -10,7 +10,8 @@ from rf import RF
 
 LEVEL = (1e-6, 1e6)  # of noise: its squares and roots fit float32
 LIMITS = {"sigma_min": LEVEL, "sigma_max": LEVEL, "rho": (0.1, 100), "S_churn": (0, 1e6), "S_min": (0, 1e6),
-          "S_max": (0, math.inf), "S_noise": (0, 1e6), "shift": (0.01, 100)}
+          "S_max": (0, math.inf), "S_noise": (0, 1e6),
+          "shift": (1, 100)}  # a smaller one is LightningDiT's, whose time runs the other way
 
 
 def sampler_settings(diffusion: EDM | RF, chosen: Mapping[str, float | str | None]) -> dict[str, float | str]:

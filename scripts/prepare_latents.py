@@ -170,6 +170,8 @@ def check_settings(cfg: PrepareSettings, cli_overrides: Mapping[str, str]) -> Pr
         refuse(cli_overrides, "patch_size", why="only teacher=<name> reads it, as the patch size of your network")
     if kind == "moments":
         refuse(cli_overrides, "seed", why="kind=moments stores means and deviations and samples nothing")
+    elif autoencoders.samples_only(autoencoder):
+        refuse(cli_overrides, "seed", why=f"autoencoder={autoencoder} encodes without noise")
     return cfg.model_copy(update={
         "resolution": cfg.resolution or (16 if is_shapes else 256), "autoencoder": autoencoder, "kind": kind})
 

@@ -106,7 +106,9 @@ TYPED = {
         ("checkpoint=weights.pt", "num_heads=2", "diffusion_name=edm", "input_size=99", "input_size=99"),
         ("checkpoint=weights.pt", "num_heads=2", "diffusion_name="),
         ("checkpoint=weights.pt", "num_heads=3", "diffusion_name=edm", "3"),
-        ("sampler.solver=euler", "solver"), ("scale=1e308", "scale="), ("gamma2=0.5", "scale"),
+        ("sampler.solver=euler", "solver"), ("checkpoint=flow", "sampler.solver=dopri5", "euler_maruyama"),
+        ("checkpoint=flow", "sampler.shift=0.3", "greater than or equal to 1"), ("scale=1e308", "scale="),
+        ("gamma2=0.5", "scale"),
         ("guidance=cfg", "channels=4", "channels=4"), ("guidance=autoguidance", "weak="),
         ("guidance=tread", "gamma1=0.9", "gamma2=0.5", "gamma1=0.9"),
         ("guidance=tread", "routes=[{start_layer_idx: 0, end_layer_idx: 99}]", "with 7 blocks"),
@@ -142,7 +144,7 @@ TYPED = {
         ("teacher=vit_smal", "vit_smal"), ("teacher=no.pt", "no.pt"),
         ("teacher=efficientnet_lite0", "patch_size=3", "3"),
         ("teacher=test_vit.r160_in1k", "test_vit.r160_in1k.safetensors"), ("patch_size=4", "teacher=<name>"),
-        ("autoencoder=sd_vae_mse", "seed=3", "kind=moments"),
+        ("autoencoder=sd_vae_mse", "seed=3", "kind=moments"), ("seed=3", "autoencoder=identity encodes without noise"),
     ],
     "import_latents": [
         ("out=null", "out"), ("source=null", "source="), ("source=nowhere", "nowhere"), ("source=empty", "empty"),
@@ -221,7 +223,11 @@ SPOILT = {
     ],
     ("sample", "autoencoder", "weights.pt"): [(as_it_is, "AutoencoderKL"), (cut(), "weights.pt")],
     # a run that is resumed
-    ("train", "run_dir", "run"): [(cut(EMA), "None of the checkpoints"), (as_it_is, "steps=1")],
+    ("train", "run_dir", "run"): [
+        (cut(EMA), "None of the checkpoints"), (as_it_is, "steps=1"),
+        (lambda path: shutil.rmtree(path / "checkpoints"), "has recorded 4 steps and has no checkpoint"),
+        (lambda path: shutil.rmtree(path / STEP), "name=<another>"),
+    ],
     ("train model.hidden_size=16", "run_dir", "run"): [(as_it_is, "another network")],
     ("train diffusion=rf", "run_dir", "run"): [(as_it_is, "diffusion")],
     ("train", "init_from", "run"): [(cut(EMA), "checkpoint")],
