@@ -102,6 +102,13 @@ def test_a_study_trains_scores_and_plots_and_does_nothing_twice(shapes, pixel_re
     assert [(floor["images"], floor["num_samples"]) for floor in told["floor"]] == [("shapes", 4)]
     for score in (*told["runs"][0]["scores"], *told["floor"]):
         assert (score["commit"], score["device"], score["versions.torch"]) == (commit(), "cpu", torch.__version__)
+    first = told["runs"][0]["scores"][0]
+    free = {name for name in first.keys() - dict(comparison.measure_of(first)).keys() if "versions." not in name}
+    assert free <= {  # place in training, score, time, cost, and where it was computed; all else is the key
+        "step", "images", "flops", "source.step", "value", "precision", "recall", "seconds", "finished", "batch_size",
+        "processes", "multiply_adds_an_image", "source.evaluations", "source.multiply_adds.linear", "commit", "device",
+        "source.multiply_adds.attention", "source.in_training", "source.checkpoint", "source.weights_sha256",
+        "extractor.weights", "reference.path"} and {"source.weights", "source.num_steps"} <= first.keys() - free
     guidance = [score["guidance"] for score in told["runs"][0]["scores"]]
     assert guidance[:3] == 3 * ["unguided"] and guidance[3].startswith("scale 2.0, gamma1 0.0, gamma2 0.5, drop_label ")
     dense, routed = ({score["step"]: score["flops"] for score in run["scores"]} for run in told["runs"][:2])
