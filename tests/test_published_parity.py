@@ -135,14 +135,6 @@ def noise_that_keeps(ids_keep: list, num_tokens: int = 16) -> Tensor:
     return torch.stack(noise, dim=1)
 
 
-@pytest.mark.parametrize("case", TREAD_V1["routed"], ids=names(TREAD_V1["routed"]))
-@torch.no_grad()
-def test_a_forward_of_version_1_equals_the_code_of_january(case):
-    net = fill(DiT(**TINY | {"depth": 4}, routes=[Route(*route) for route in case["routes"]]))
-    x, t, y = wave(case["shape"], amplitude=1.4), torch.tensor(case["t"]), torch.tensor(case["y"])
-    assert_equal(net(x, t, y, routes=net.routes, mask_noise=noise_that_keeps(case["ids_keep"])), case["out"])
-
-
 @pytest.mark.parametrize("case", TREAD_V1["loss"], ids=names(TREAD_V1["loss"]))
 @torch.no_grad()
 def test_the_loss_of_version_1_equals_the_code_of_january(case):
@@ -156,14 +148,6 @@ def test_the_loss_of_version_1_equals_the_code_of_january(case):
 def test_as_many_tokens_are_kept_as_in_compvis_tread():
     for num_tokens, ratio, num_keep in TREAD["num_keep"]:
         assert Router().get_mask(torch.empty(2, num_tokens, 4), ratio).shape == (2, num_keep)
-
-
-def test_tokens_leave_and_rejoin_as_in_compvis_tread():
-    case = TREAD["router"]
-    x, ids_keep = wave(case["shape"]), torch.tensor(case["ids_keep"])
-    x_kept = Router().start_route(x, ids_keep)
-    assert_equal(x_kept, case["x_kept"], atol=1e-7)
-    assert_equal(Router().end_route(-2 * x_kept, ids_keep, x), case["rejoined"], atol=1e-7)
 
 
 @pytest.mark.parametrize("case", EDM_["denoise"], ids=names(EDM_["denoise"]))

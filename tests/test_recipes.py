@@ -35,9 +35,10 @@ RECIPES = {
     "muon": (MUON, ()),
     "averages, clipping and parts": (("ema.decay=[0.9,0.5]", "optimizer.clip_norm=0.1", "grad_accum_steps=2"), ()),
     "rwkv, cosine term": (("model.backbone_type=RWKV-L/2", "model.patch_size=4", "diffusion=rf_lightning"), ()),
+    "compiled": (("compile=true",), ()),
     "all that go together": ((*SPRINT, *MUON, *ALIGNMENT, "diffusion.shift=2"), ("router",)),
 }  # fmt: skip
-# A setting at zero, and the run that it is then.
+# A setting at zero, or without effect on numbers, and the run that it is then.
 ZEROS = {
     "alignment": ((*ALIGNMENT, "objective.weight=0"), ()),
     "delayed return": ((ROUTE.format(0.5, 2),), (ROUTE.format(0.5, "null"),)),
@@ -45,13 +46,15 @@ ZEROS = {
     "path drop": (("model=sprint", "model.routes.0.path_drop=0"),
                   ("model=sprint", "model.routes=[{selection_ratio: 0.75, start_layer_idx: 2, end_layer_idx: -3}]")),
     "shift": (("diffusion=rf", "diffusion.shift=1"), ("diffusion=rf",)),
+    "latents on the device": (("data.on_device=true",), ()),
     "a sampled ratio that is the route's": (("route_schedule.selection_ratios=[0.5]",), ()),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("settings", "more_layers"), RECIPES.values(), ids=RECIPES)
-def test_a_recipe_resumes_bit_for_bit_and_its_network_samples(taught, tmp_path, settings, more_layers):
+def test_a_recipe_resumes_bit_for_bit_and_its_network_samples(taught, tmp_path, graphs, settings, more_layers):
     assert_resumes(tmp_path, taught, "log.every=1", *settings)
+    assert graphs.frame_count == (2 if "compile=true" in settings else 0)
     loaded = load_trained(tmp_path / "whole")
     block = loaded.recorded["network"].get("block", "dit")
     plain = DiT(patch_size=4, hidden_size=32, num_heads=2, depth=1, block=block).state_dict()

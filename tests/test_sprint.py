@@ -1,15 +1,12 @@
 """Sprint: tokens leave before g, mask tokens replace them after it, and a linear layer fuses g's output with f's."""
 
-from functools import partial
 
 import pytest
 import torch
-from test_published_parity import assert_equal, fill, names, noise_that_keeps, published, wave
-from timm.layers import Mlp
+from test_published_parity import published
 from torch import nn
 
 from blocks.fusion import FusingRouter
-from blocks.transformer import LAYER_NORM
 from dit import DiT, infer_architecture
 from guidance import Guidance
 from rf import RF
@@ -189,50 +186,6 @@ def test_a_record_builds_the_network_again_and_its_dense_fine_tune_has_the_same_
 def test_what_does_not_go_together_raises_a_one_line_error(wrong, says):
     with pytest.raises(ValueError, match=says):
         wrong()
-
-
-# ---- their code -----------------------------------------------------------------------------------------------------
-
-
-def their_net(selection="grid", selection_ratio=0.75):
-    """Their block is LightningDiT's with DiT's norms and MLP; positions are rotary alone."""
-    model = DiT(input_size=8, patch_size=2, in_channels=2, hidden_size=32, depth=5, num_heads=4, num_classes=10,
-                block="lightning", qk_norm=True, routes=[Route(1, 3, selection_ratio)],
-                router=FusingRouter(32, selection))
-    for block in model.blocks:
-        block.norm1, block.norm2 = LAYER_NORM(32), LAYER_NORM(32)
-        block.mlp = Mlp(32, 128, act_layer=partial(nn.GELU, approximate="tanh"))
-    model.final_layer.norm_final = LAYER_NORM(32)
-    fill(model).pos_embed.zero_()
-    return model
-
-
-@pytest.mark.parametrize("case", THEIRS["forward"], ids=names(THEIRS["forward"]))
-@torch.no_grad()
-def test_a_forward_equals_snap_research_sprint(case, monkeypatch):
-    model = their_net(case["selection"], case["selection_ratio"])
-    dropped = case["dropped"] and torch.tensor(case["dropped"])
-    monkeypatch.setattr(Route, "draw_dropped", lambda route, count, device: (dropped,))
-    x, t, y = wave(THEIRS["shape"], amplitude=1.4), torch.tensor(THEIRS["t"]), torch.tensor(THEIRS["y"])
-    noise = None if case["ids_keep"] is None else noise_that_keeps([case["ids_keep"]])
-    routes = () if case["name"] == "dense" else model.routes
-    assert_equal(model(x, t, y, routes, noise), case["out"])
-
-
-@torch.no_grad()
-def test_the_loss_equals_snap_research_sprint():
-    case, model = THEIRS["loss"], their_net()
-    x, eps, y = wave(THEIRS["shape"], amplitude=0.7), wave(THEIRS["shape"], 1, 1.4), torch.tensor(THEIRS["y"])
-    loss = RF().loss(model, x, y, model.routes, t=torch.tensor(case["t"]), eps=eps,
-                     mask_noise=noise_that_keeps([case["ids_keep"]]))
-    assert loss.tolist() == pytest.approx(case["loss"], rel=0, abs=1e-5)
-
-
-def test_path_drop_guidance_equals_snap_research_sprint():
-    case = THEIRS["guided"]
-    out = RF().sample(their_net(), wave(THEIRS["shape"], 2, 1.4), torch.tensor(case["y"]), case["num_steps"],
-                      guidance=Guidance(case["scale"], gamma2=1))
-    assert_equal(out, case["out"])
 
 
 def test_the_initial_fusion_and_mask_token_have_the_spread_of_theirs():

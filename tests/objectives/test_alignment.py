@@ -3,40 +3,21 @@
 import pytest
 import torch
 from test_objectives import ROUTED, batch, loss_of, objective_of
-from test_published_parity import TINY, fill, published, wave
+from test_published_parity import published
 from training_runs import end_of, rows, trained
 
-from dit import DiT
-from objectives import build_objective
 from objectives.alignment import projector
-from rf import RF
 from weights import checkpoint as checkpoints
-
-PUBLISHED = published("alignment")
 
 
 def aligned(routes=ROUTED, **settings):
     return objective_of("alignment", routes, **settings)
 
 
-def test_loss_gradient_and_the_projectors_start_equal_those_of_repa():
-    [case], net = PUBLISHED["cases"], fill(DiT(**TINY))
-    teacher = wave((3, 16, 24), 5) + 0.4 * wave((24,), 6)
-    objective = build_objective(net, RF(), {"name": "alignment", "block": 1}, array_shapes={"teacher": (16, 24)})
-    fill(objective.projector)
-    objective.diffusion.draw_t = lambda x: torch.tensor(PUBLISHED["t"])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "randn_like", lambda x: wave(PUBLISHED["shape"], 1, 1.4))
-        loss, terms = objective(wave(PUBLISHED["shape"], amplitude=0.7), torch.tensor(PUBLISHED["y"]), teacher=teacher)
-    alignment = terms["alignment"].mean()
-    assert alignment.item() == pytest.approx(case["alignment"], abs=1e-5)
-    expected = torch.tensor(case["denoising"]) + 0.5 * terms["alignment"]
-    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-5)
-    gradients = torch.autograd.grad(alignment, [net.blocks[1].attn.qkv.weight, net.x_embedder.proj.weight])
-    assert [gradient.norm().item() for gradient in gradients] == pytest.approx(case["gradient_norms"], rel=1e-4)
+def test_the_projectors_start_has_the_spread_of_repas():      # its loss and gradient: test_published_training.py
     torch.manual_seed(1)
     start = {key: p.std().item() for key, p in projector(64, 24).named_parameters()}
-    assert start == pytest.approx(PUBLISHED["init"], rel=0.05)
+    assert start == pytest.approx(published("alignment")["init"], rel=0.05)
 
 
 @pytest.mark.parametrize(("depth", "block"), [(28, 7), (24, 7), (12, 3), (6, 1), (2, 0)])

@@ -16,7 +16,6 @@ import json
 import os
 import random
 import re
-import resource
 import shutil
 import signal
 import sys
@@ -199,14 +198,6 @@ def failing(at: int, number: int) -> Callable:
     return meet
 
 
-def small_files(size: int) -> Callable[[], None]:
-    """Lets no file grow beyond a size: a full disk for what libraries write by themselves, too."""
-    def limit() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-    return limit
-
-
 # ---- what is tried --------------------------------------------------------------------------------------------------
 
 
@@ -266,21 +257,6 @@ def fail_each_write(task: Task, number: int, most: int, *meddle: Callable[[], No
 @pytest.mark.parametrize("name", COMMANDS)
 def test_each_failed_write_ends_in_a_one_line_error_and_the_next_run_leaves_equal_files(tasks, name, number):
     fail_each_write(tasks[name], number, WRITES)
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_files_that_may_not_grow_end_in_a_sentence_and_nothing_is_lost(tasks, name):
-    task = tasks[name]
-    task.clear()
-    start(task).wait(LIMIT)
-    sizes = {path.stat().st_size for path in task.out.rglob("*") if path.is_file()}
-    sizes = sorted(size - 1 for size in sizes if size > 4096)  # smaller ones would stop what a life prints
-    sentences = 0
-    for size in sizes:
-        task.clear()
-        ended = start(task, None, small_files(size)).wait(LIMIT)
-        sentences += check_mended(task, ended, f"files of at most {size} bytes")
-    print(f"{name}: {len(sizes)} sizes that no file may exceed, {sentences} sentences, the next life equal")
 
 
 def test_the_rig_finds_a_command_whose_files_can_be_halved(tasks):
