@@ -17,6 +17,7 @@ import resource
 import signal
 import sys
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -39,8 +40,8 @@ from scoring.image_sets import describe_weights, sampled_images
 from scoring.results import result_row
 from scoring.score import score_on
 from training import speed
-from training.cuda_graphs import record_passes
-from training.optimizers import step_unless
+from training.cuda_graphs import record_passes, record_update
+from training.optimizers import update_weights
 from training.run import Run, make_run
 from training.run_folder import begin_record, lock_run, prepare_folder, require_gradients, resume, save, training_step
 from training.settings import TrainSettings, check_settings
@@ -96,22 +97,21 @@ def train_step(
         step_loss += loss.detach() / num_parts
         if terms:
             step_terms += torch.stack([terms[name].detach().mean() for name in objective.terms]) / num_parts
-    accelerator.unscale_gradients(optimizer)
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    grad_norm = sharding.total_norm(accelerator, gradients)
-    if clip_norm is not None:
-        torch._foreach_mul_(sharding.local_tensors(gradients), (clip_norm / (grad_norm + 1e-6)).clamp(max=1))
-    # A loss that is not finite spoils the gradients. DDP averages them over ranks, so all ranks skip together.
-    skipped = ~grad_norm.isfinite()
-    step_unless(skipped, optimizer, scaled=accelerator.scaler is not None)
-    optimizer.zero_grad(set_to_none=True)
+    grad_norm, skipped = update_weights(accelerator, optimizer, clip_norm)
     return step_loss, grad_norm, skipped, step_terms
+
+
+# The trained parameters of each network, as a walk over its modules takes far longer than the average.
+TRAINED: weakref.WeakKeyDictionary[nn.Module, list[nn.Parameter]] = weakref.WeakKeyDictionary()
 
 
 @torch.no_grad()
 def update_ema(ema: nn.Module, model: nn.Module, decay: float) -> None:
-    averaged, trained = (sharding.local_tensors(p for p in net.parameters() if p.requires_grad) for net in (ema, model))
-    torch._foreach_lerp_(averaged, trained, 1 - decay)
+    """Moves the average's weights toward the model's; which ones are trained is decided in a network's first call."""
+    for net in (ema, model):
+        if net not in TRAINED:
+            TRAINED[net] = [p for p in net.parameters() if p.requires_grad]
+    torch._foreach_lerp_(sharding.local_tensors(TRAINED[ema]), sharding.local_tensors(TRAINED[model]), 1 - decay)
 
 
 # ---- reports, grids and scores --------------------------------------------------------------------------------------
@@ -335,6 +335,7 @@ def main(cfg: TrainSettings) -> None:
     recorded = record_passes(run.objective, cfg.compile, device, cfg.grad_accum_steps)
     wrapped = speed.replicate(accelerator, recorded, sharded=cfg.sharding == "fsdp")
     run.optimizer = accelerator.prepare(run.optimizer)
+    record_update(accelerator, run.optimizer, cfg.compile, cfg.grad_accum_steps)
     stop = ranks.StopRequest(accelerator)
     for net in run.averages.values():
         net.register_forward_pre_hook(stop.end_sampling)

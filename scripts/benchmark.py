@@ -42,7 +42,7 @@ from sampling import generate
 from scoring.features import versions
 from scripts import presentation
 from training import speed
-from training.cuda_graphs import record_passes
+from training.cuda_graphs import record_passes, record_update
 from training.run import Sums, describe_network
 from training.settings import ModelSettings
 from weights.records import build_diffusion, build_network
@@ -213,7 +213,9 @@ class Variant:
         self.mark, self.part = lambda name: None, 0
         self.called.register_forward_pre_hook(lambda *_: self.mark("backward" if self.part else "forward"))
         self.called.register_forward_hook(self.end_forward)
-        optimizer.register_step_pre_hook(lambda *_: self.mark("backward"))  # with the gradient's norm
+        record_update(accelerator, self.optimizer, how, self.num_parts)
+        self.update = getattr(self.optimizer, "replay_update", lambda update, gradients: update())
+        self.optimizer.replay_update = self.begin_update
 
         self.first_step = sum(self.measure(1).values())
         self.resident = torch.cuda.memory_allocated() - others
@@ -222,6 +224,10 @@ class Variant:
     def end_forward(self, *_: object) -> None:
         self.mark("forward")
         self.part += 1
+
+    def begin_update(self, *arguments: object) -> tuple[Tensor, ...]:
+        self.mark("backward")
+        return self.update(*arguments)
 
     def take_steps(self, count: int, mark: Mark) -> None:
         """Takes steps as train.py's loop does, with a mark at the end of each part."""

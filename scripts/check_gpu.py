@@ -40,7 +40,7 @@ from sampling.generate import generate
 from scripts import benchmark
 from train import train_step, update_ema
 from training import speed
-from training.cuda_graphs import record_passes
+from training.cuda_graphs import record_passes, record_update
 from training.optimizers import build_optimizer
 from training.run import Sums
 from weights.records import build_network
@@ -110,6 +110,7 @@ def make_stepper(
     speed.compile_blocks(objective.net, how)
     called = speed.replicate(accelerator, record_passes(objective, how, accelerator.device, num_parts), sharded)
     prepared = accelerator.prepare(build_optimizer(trained_parameters(objective), **ADAMW | (optimizer or {})))
+    record_update(accelerator, prepared, how, num_parts)
     return partial(train_step, accelerator, called, objective, prepared, num_parts=num_parts,
                    **{"label_dropout": 0.0, "clip_norm": None, **options})
 

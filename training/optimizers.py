@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim.adamw import adamw as adamw_step
 
@@ -99,6 +100,31 @@ def step_unless(skipped: Tensor, optimizer: torch.optim.Optimizer, scaled: bool 
     if not scaled:
         plain.grad_scale, plain.found_inf = None, skipped.float()
     optimizer.step()
+
+
+def update_weights(
+    accelerator: Accelerator, optimizer: torch.optim.Optimizer, clip_norm: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Takes a step by the gradients, clipped to `clip_norm`, and drops them; returns their norm before clipping.
+
+    Also returns whether the step was skipped because the norm was not finite. Never waits for the device.
+    """
+    accelerator.unscale_gradients(optimizer)
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+    def update() -> tuple[Tensor, Tensor]:
+        grad_norm = sharding.total_norm(accelerator, gradients)
+        if clip_norm is not None:
+            torch._foreach_mul_(sharding.local_tensors(gradients), (clip_norm / (grad_norm + 1e-6)).clamp(max=1))
+        # A loss that is not finite spoils the gradients. DDP averages them over ranks, so all ranks skip together.
+        skipped = ~grad_norm.isfinite()
+        step_unless(skipped, optimizer, scaled=accelerator.scaler is not None)
+        return grad_norm, skipped
+
+    replay = getattr(optimizer, "replay_update", None)  # cuda_graphs.record_update sets it
+    results = update() if replay is None else replay(update, gradients)
+    optimizer.zero_grad(set_to_none=True)
+    return results
 
 
 # ---- state <-> named tensors ----------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from test_published_parity import published
 from training_runs import end_of, rows, trained
 
 from objectives.alignment import projector
+from objectives.diffusion import hidden_after
 from weights import checkpoint as checkpoints
 
 
@@ -23,19 +24,21 @@ def test_the_projectors_start_has_the_spread_of_repas():      # its loss and gra
 @pytest.mark.parametrize(("depth", "block"), [(28, 7), (24, 7), (12, 3), (6, 1), (2, 0)])
 def test_the_default_block_is_the_eighth_or_that_at_a_third_of_the_depth(depth, block):
     objective, seen = aligned([], depth=depth), []
-    objective.net.blocks[block].register_forward_hook(lambda *args: seen.append(args[2]))
+    hidden = hidden_after(objective.net, block)
+    objective.projector.register_forward_hook(lambda _, args, output: seen.extend(args))
     loss_of(objective)
-    assert objective.weight == 0.5 and torch.equal(objective.hidden["tokens"], seen[0])
+    assert objective.weight == 0.5 and torch.equal(hidden["tokens"], seen[0])
 
 
 @pytest.mark.parametrize(("block", "kept"), [(0, 16), (1, 8), (2, 8), (3, 16)])
 def test_tokens_are_compared_with_the_teachers_at_their_positions_and_on_a_route_only_the_kept_ones(block, kept):
     objective, teacher, values = aligned(block=block, weight=0.7), batch()[2], []
+    hidden = hidden_after(objective.net, block)
     loss, terms = loss_of(objective)
-    tokens, positions = objective.hidden["tokens"], objective.hidden["positions"].expand(4, -1)
+    tokens, positions = hidden["tokens"], hidden["positions"].expand(4, -1)
     assert tokens.shape[1] == kept == len(positions[0])
-    for sample, (hidden, places) in enumerate(zip(tokens, positions, strict=True)):
-        pairs = zip(objective.projector(hidden), teacher[sample, places].float(), strict=True)
+    for sample, (of_sample, places) in enumerate(zip(tokens, positions, strict=True)):
+        pairs = zip(objective.projector(of_sample), teacher[sample, places].float(), strict=True)
         values.append(-sum(torch.dot(a / a.norm(), b / b.norm()) for a, b in pairs) / kept)
     torch.testing.assert_close(terms["alignment"], torch.stack(values))
     plain, _ = loss_of(objective_of(None, ROUTED))
@@ -45,10 +48,11 @@ def test_tokens_are_compared_with_the_teachers_at_their_positions_and_on_a_route
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_under_autocast_the_angle_and_its_mean_are_computed_in_float32(dtype):
     objective, seen, teacher = aligned(block=1), {}, batch()[2].to(dtype)
+    hidden = hidden_after(objective.net, 1)
     objective.projector.register_forward_hook(lambda _, args, output: seen.update(tokens=output))
     with torch.autocast("cpu", torch.bfloat16):
         loss, terms = loss_of(objective, teacher=teacher)
-    target = torch.take_along_dim(teacher, objective.hidden["positions"].unsqueeze(-1), dim=1).double()
+    target = torch.take_along_dim(teacher, hidden["positions"].unsqueeze(-1), dim=1).double()
     exact = -torch.nn.functional.cosine_similarity(seen["tokens"].double(), target, dim=-1).mean(dim=1)
     assert seen["tokens"].dtype == torch.bfloat16 and loss.dtype == terms["alignment"].dtype == torch.float32
     torch.testing.assert_close(terms["alignment"].double(), exact, rtol=0, atol=1e-6)  # of bfloat16 it would be 1e-3
