@@ -46,14 +46,20 @@ class Recorded(nn.Module):
         if key not in self.passes:
             self.passes[key] = Passes(self, {"x": x, "y": y, **arrays})
         passes = self.passes[key]
-        losses = passes.replay_forward(x, y, *arrays.values())
-        for stretch in reversed(passes.stretches):
-            losses = Replay.apply(passes, stretch, losses, *stretch.gradients)
+        for place, argument in zip(passes.inputs.values(), (x, y, *arrays.values()), strict=True):
+            place.copy_(argument)
+        passes.forward.replay()
+        losses = passes.losses
+        for number in reversed(range(len(passes.backward))):
+            losses = Replay.apply(passes, number, losses, *passes.backward[number][1])
         return losses, passes.terms
 
 
 class Passes:
-    """A forward and a backward pass of a recorded objective over inputs of fixed shapes, by name."""
+    """A forward and a backward pass of a recorded objective over inputs of fixed shapes, by name.
+
+    `backward` has the graphs of the backward pass in order, each with the gradients that it computes, by weight.
+    """
 
     def __init__(self, recorded: Recorded, inputs: Mapping[str, Tensor]):
         device, objective, self.copies = inputs["x"].device, recorded.objective, recorded.copies
@@ -66,6 +72,21 @@ class Passes:
         casts = torch.autocast(device.type, torch.get_autocast_dtype(device.type),
                                torch.is_autocast_enabled(device.type), cache_enabled=False)
         buffers = {buffer: buffer.clone() for buffer in objective.buffers()}
+        self.forward, self.backward = torch.cuda.CUDAGraph(), []
+
+        def begin_graph() -> None:
+            self.backward.append((torch.cuda.CUDAGraph(), {}))
+            self.backward[-1][0].capture_begin(recorded.pool, MODE)
+
+        def keep(name: str, gradient: Tensor) -> None:
+            """Adds a gradient to its graph as soon as it is computed; ends a graph that has enough of them."""
+            graph, gradients = self.backward[-1]
+            gradients[weights[name]] = gradient.detach()
+            remaining.discard(name)
+            if remaining and sum(each.nbytes for each in gradients.values()) >= recorded.stretch:
+                graph.capture_end()
+                begin_graph()
+
         # The backward pass runs on this thread, as a graph must end on the thread where it began.
         with torch.random.fork_rng([device]), casts, torch.autograd.set_multithreading_enabled(False):
             recorded.stream.wait_stream(torch.cuda.current_stream())
@@ -73,79 +94,50 @@ class Passes:
                 for _ in range(WARMUP):
                     gradients = torch.autograd.grad(call()[0].sum(), list(leaves.values()), allow_unused=True)
             torch.cuda.current_stream().wait_stream(recorded.stream)
-            trained = {name: leaf for (name, leaf), g in zip(leaves.items(), gradients, strict=True) if g is not None}
+            remaining = {name for name, gradient in zip(leaves, gradients, strict=True) if gradient is not None}
             del gradients
             for buffer, before in buffers.items():  # undoes what the warm-up has counted in them
                 buffer.copy_(before)
-            self.forward = torch.cuda.CUDAGraph()
-            options = dict(pool=recorded.pool, capture_error_mode=MODE)
-            with torch.cuda.graph(self.forward, stream=recorded.stream, **options):
+            with torch.cuda.graph(self.forward, recorded.pool, recorded.stream, MODE):
                 losses, terms = call()
             self.losses, self.terms = losses.detach(), {name: term.detach() for name, term in terms.items()}
-            self.loss_gradients, self.stretches = torch.ones_like(losses), [Stretch()]
-
-            def keep(name: str, gradient: Tensor) -> None:
-                """Adds a gradient to the stretch as soon as it is recorded; ends a stretch that is long enough."""
-                stretch = self.stretches[-1]
-                stretch.gradients[weights[name]] = gradient.detach()
-                if stretch.nbytes >= recorded.stretch and sum(len(s.gradients) for s in self.stretches) < len(trained):
-                    stretch.graph.capture_end()
-                    self.stretches.append(Stretch())
-                    self.stretches[-1].graph.capture_begin(**options)
-
-            hooks = [leaf.register_hook(partial(keep, name)) for name, leaf in trained.items()]
+            self.loss_gradients = torch.ones_like(losses)
+            trained = [leaves[name] for name in remaining]
+            hooks = [leaves[name].register_hook(partial(keep, name)) for name in remaining]
             with torch.cuda.stream(recorded.stream):
-                self.stretches[0].graph.capture_begin(**options)
-                torch.autograd.grad(losses, list(trained.values()), self.loss_gradients)
-                self.stretches[-1].graph.capture_end()
-        for hook in hooks:  # so that these passes are freed with their last reference
+                begin_graph()
+                torch.autograd.grad(losses, trained, self.loss_gradients)
+                self.backward[-1][0].capture_end()
+        for hook in hooks:  # so that the last reference to these passes frees them
             hook.remove()
-
-    def replay_forward(self, *arguments: Tensor) -> Tensor:
-        for place, argument in zip(self.inputs.values(), arguments, strict=True):
-            place.copy_(argument)
-        self.forward.replay()
-        return self.losses
-
-
-class Stretch:
-    """A part of a recorded backward pass: its graph, and the gradients that the graph computes, by weight."""
-
-    def __init__(self) -> None:
-        self.graph = torch.cuda.CUDAGraph()
-        self.gradients: dict[nn.Parameter, Tensor] = {}
-
-    @property
-    def nbytes(self) -> int:
-        return sum(gradient.nbytes for gradient in self.gradients.values())
 
 
 class Replay(torch.autograd.Function):
-    """Replays a stretch of a backward pass when autograd asks for gradients; passes losses (B,) on unchanged.
+    """Replays a graph of a backward pass when autograd asks for its gradients; passes losses (B,) on unchanged.
 
-    Of several in a row, autograd hands out the gradients of one, and so DDP sends them, before it calls the next.
+    Of several in a row, autograd hands out the gradients of one, which DDP sends, before it calls the next.
     """
 
     @staticmethod
-    def forward(ctx: object, passes: Passes, stretch: Stretch, losses: Tensor, *weights: Tensor) -> Tensor:
-        ctx.passes, ctx.stretch = passes, stretch
+    def forward(ctx: object, passes: Passes, number: int, losses: Tensor, *weights: Tensor) -> Tensor:
+        ctx.passes, ctx.number = passes, number
         return losses.detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: object, loss_gradients: Tensor) -> tuple[Tensor | None, ...]:
-        passes, stretch = ctx.passes, ctx.stretch
-        if stretch is passes.stretches[0]:
+        passes, (graph, gradients) = ctx.passes, ctx.passes.backward[ctx.number]
+        if ctx.number == 0:
             passes.loss_gradients.copy_(loss_gradients)
-        stretch.graph.replay()
+        graph.replay()
         hand_out = torch.Tensor.clone if passes.copies else torch.Tensor.detach
-        return None, None, loss_gradients, *map(hand_out, stretch.gradients.values())
+        return None, None, loss_gradients, *map(hand_out, gradients.values())
 
 
 class RecordedUpdate:
     """The update of the weights as a CUDA graph, for gradients that have the addresses of an earlier step's.
 
-    With other addresses, as at a first step and where DDP rearranges its buckets, the update is not replayed.
+    With others, as in a first step and after DDP has rearranged its buckets, the update is not replayed.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer):
@@ -154,29 +146,23 @@ class RecordedUpdate:
         self.graphs: dict[tuple[int, ...], tuple | None] = {}
 
     def __call__(self, update: Callable[[], tuple[Tensor, ...]], gradients: list[Tensor]) -> tuple[Tensor, ...]:
-        addresses = tuple(gradient.data_ptr() for gradient in gradients)
+        groups, addresses = self.optimizer.param_groups, tuple(map(Tensor.data_ptr, gradients))
         if addresses not in self.graphs:
             self.graphs[addresses] = None
             return update()
         if self.graphs[addresses] is None:
-            self.graphs[addresses] = self.record(update)
-        for rate, group in zip(self.rates, self.optimizer.param_groups, strict=True):
+            graph, settings = torch.cuda.CUDAGraph(), [dict(group) for group in groups]
+            for group, rate in zip(groups, self.rates, strict=True):
+                group.update(lr=rate, capturable=True)
+            with torch.cuda.graph(graph, capture_error_mode=MODE):
+                self.graphs[addresses] = graph, update()
+            for group, before in zip(groups, settings, strict=True):
+                group.update(before)
+        for group, rate in zip(groups, self.rates, strict=True):
             rate.fill_(group["lr"])
         graph, results = self.graphs[addresses]
         graph.replay()
         return tuple(result.clone() for result in results)
-
-    def record(self, update: Callable[[], tuple[Tensor, ...]]) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
-        """Records an update whose learning rates are read from the device."""
-        graph, groups = torch.cuda.CUDAGraph(), self.optimizer.param_groups
-        before = [(group["lr"], group["capturable"]) for group in groups]
-        for group, rate in zip(groups, self.rates, strict=True):
-            group.update(lr=rate, capturable=True)
-        with torch.cuda.graph(graph, capture_error_mode=MODE):
-            results = update()
-        for group, (lr, capturable) in zip(groups, before, strict=True):
-            group.update(lr=lr, capturable=capturable)
-        return graph, results
 
 
 def record_passes(
