@@ -1,6 +1,5 @@
 """Mamba's block: a selective scan of the tokens in both directions."""
 
-import importlib.util
 import math
 from collections.abc import Mapping
 
@@ -9,8 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blocks.transformer import LAYER_NORM, modulate, refuse_qk_norm
-
-MAMBA_SSM = importlib.util.find_spec("mamba_ssm") is not None
 
 
 class MambaBlock(nn.Module):
@@ -41,13 +38,10 @@ def selective_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Te
 
     For each head, h_t = exp(dt_t·A)·h_(t-1) + dt_t·B_t·x_t and y_t = C_t·h_t. x is (batch, K, G, H, P), H heads of P
     channels in each of G groups; dt (batch, K, G, H) is positive and A (G, H) negative; B and C (batch, K, G, S)
-    belong to a group, whose state has S numbers for each channel. The result is shaped like x. Without mamba_ssm's
-    kernel it uses the paper's dual form, a masked matrix as in attention. That takes work and memory quadratic in K;
-    the kernel is linear.
+    belong to a group, whose state has S numbers for each channel. The result is shaped like x. It uses the paper's dual
+    form, a masked matrix as in attention, whose work and memory are quadratic in K.
     """
     x, dt, A, B, C = (each.float() for each in (x, dt, A, B, C))
-    if x.is_cuda and MAMBA_SSM:
-        return scan_by_kernel(x, dt, A, B, C)
     with torch.autocast("cuda" if x.is_cuda else "cpu", enabled=False):  # autocast does not know the meta device
         log_decay = (dt * A).cumsum(1).permute(0, 2, 3, 1)                                   # (batch, G, H, K)
         log_decay = log_decay.unsqueeze(-1) - log_decay.unsqueeze(-2)                        # from token i to t
@@ -56,21 +50,6 @@ def selective_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Te
         decay = log_decay.masked_fill(later, -math.inf).exp()                                # (batch, G, H, K, K)
         similarity = torch.einsum("btgs,bigs->bgti", C, B)
         return torch.einsum("bghti,bighp->btghp", similarity.unsqueeze(2) * decay, dt.unsqueeze(-1) * x)
-
-
-@torch.compiler.disable  # an external kernel: the compiled graph breaks around it
-def scan_by_kernel(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
-    """Computes `selective_scan` on a GPU with Mamba-1's kernel, whose recurrence covers one decay for each head.
-
-    Its products are float32, while those of Mamba-2's kernel are rounded to TensorFloat-32.
-    """
-    from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
-
-    channels_first = x.flatten(2).transpose(1, 2).contiguous()                               # (batch, G·H·P, K)
-    dt = dt.unsqueeze(-1).expand_as(x).flatten(2).transpose(1, 2).contiguous()
-    A = A[:, :, None, None].expand(*x.shape[2:], B.shape[-1]).flatten(0, 2).contiguous()     # (G·H·P, S)
-    B, C = (each.permute(0, 2, 3, 1).contiguous() for each in (B, C))                        # (batch, G, S, K)
-    return selective_scan_fn(channels_first, dt, A, B, C).transpose(1, 2).view(x.shape)
 
 
 class BidirectionalMamba(nn.Module):
