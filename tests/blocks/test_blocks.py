@@ -6,7 +6,6 @@ import sys
 import pytest
 import torch
 from conftest import ROOT
-from torch import nn
 from training_runs import command
 
 from blocks import BLOCKS, BlockKind
@@ -45,9 +44,10 @@ def batch(size=4):
     return x, t, torch.arange(size) % 5
 
 
-def through_all_blocks(block):
-    """A network whose route spans all of its blocks, and what its tokens came out as and which of them stayed."""
-    net, seen = network(block, routes=[dict(selection_ratio=0.4, start_layer_idx=0, end_layer_idx=-1)]), {}
+@every_block
+def test_tokens_on_a_route_come_out_as_if_there_were_no_others_and_those_that_left_unchanged(block):
+    net = network(block, routes=[dict(selection_ratio=0.4, start_layer_idx=0, end_layer_idx=-1)])
+    (x, t, y), seen = batch(), {}
 
     class Watched(Router):
         def start_route(self, x, ids_keep):
@@ -59,12 +59,6 @@ def through_all_blocks(block):
             return seen["rejoined"]
 
     net.router = Watched()
-    return net, seen
-
-
-@every_block
-def test_tokens_on_a_route_come_out_as_if_there_were_no_others_and_those_that_left_unchanged(block):
-    (net, seen), (x, t, y) = through_all_blocks(block), batch()
     net.double()
     x, t = x.double(), t.double()
     net(x, t, y, routes=net.routes)
@@ -137,17 +131,6 @@ def test_the_example_of_a_custom_block_trains_by_its_command(shapes, tmp_path):
     trained = load_trained(tmp_path / "run")
     assert type(trained.net.blocks[0]).__name__ == "ParallelBlock" and trained.step == 2
     assert len(trained.net.routes) == 1 and all(p.isfinite().all() for p in trained.net.parameters())
-
-
-@every_block
-def test_float8_converts_all_layers_that_tokens_pass_but_not_the_modulation(block):
-    pytest.importorskip("torchao")
-    net = network(block, hidden_size=96, num_heads=8)  # two thirds of four times 96 are 256
-    speed.multiply_in_float8(net, emulate=True)
-    for name, layer in net.blocks[0].named_modules():
-        if isinstance(layer, nn.Linear):
-            assert (type(layer).__name__ == "Float8Linear") == ("adaLN_modulation" not in name), name
-    net(*batch(), routes=net.routes).sum().backward()
 
 
 def test_multiply_adds_of_lightningdit_match_the_closed_form():
