@@ -1,6 +1,7 @@
 """Is this machine good for training? Prints a line with numbers for each check: PASS, FAIL or SKIP.
 
     python scripts/check_gpu.py                          # one GPU; no data, no network
+    torchrun --nproc_per_node 1 scripts/check_gpu.py     # one GPU, with the networks in DDP as on several
     accelerate launch scripts/check_gpu.py out=gpu.json  # all GPUs of the machine
     python scripts/check_gpu.py rehearsal=true           # on a CPU, with gloo: the same checks of smaller networks
 
@@ -39,7 +40,7 @@ from runtime.schema import Location, Settings, first_line, read
 from sampling.generate import generate
 from scripts import benchmark
 from train import train_step, update_ema
-from training import speed
+from training import cuda_graphs, speed
 from training.cuda_graphs import record_passes, record_update
 from training.optimizers import build_optimizer
 from training.run import Sums
@@ -413,6 +414,7 @@ def main(cfg: CheckSettings) -> None:
     if device.type == "cpu" and not cfg.rehearsal:
         raise ValueError("torch sees no GPU here; rehearsal=true runs these checks on the CPU.")
     machine = Machine(cfg.rehearsal, device, accelerator.process_index, accelerator.num_processes)
+    cuda_graphs.STRETCH = 4 * 2**20  # so that under DDP the backward pass of a network this small is several graphs
     rows: list[dict] = []
     for name, check in CHECKS.items():
         if cfg.rehearsal and name == "speed, DiT-XL/2":  # as slow as S/2, and its network is as small

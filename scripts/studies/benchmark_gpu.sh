@@ -44,7 +44,10 @@ has torchao && part fp8_b2 60 mode=train backbone_type=DiT-B/2 batch_size=256 co
 for tokens in 64 1024 4096; do      # eager, at equal tokens a step
     part "tokens_$tokens" 20 mode=train backbone_type=DiT-B/2 tokens=$tokens batch_size=$((16384 / tokens)) rounds=2
 done
-part graphs_s2  60 mode=train backbone_type=DiT-S/2 batch_size=32 compile=reduce-overhead warmup=3 rounds=2 steps=10
+for batch in 32 256; do             # images a step
+    part "graphs_s2_$batch" 60 mode=train backbone_type=DiT-S/2 batch_size=$batch compile=reduce-overhead warmup=3 \
+        rounds=3 steps=10
+done
 
 echo
 if [ ${#failed[@]} -gt 0 ]; then
