@@ -272,6 +272,16 @@ def test_gradients_of_several_parts_are_copies_as_a_replay_overwrites_its_own(re
 
 
 def test_only_a_gpu_records_and_only_where_it_is_asked_to():
-    objective = DiffusionLoss(DiT(**TINY), EDM())
+    objective, weights = DiffusionLoss(DiT(**TINY), EDM()), [torch.nn.Parameter(torch.zeros(2, 2))]
     assert record_passes(objective, "reduce-overhead", torch.device("cpu"), 1) is objective
     assert record_passes(objective, True, torch.device("cuda"), 1) is objective
+    for device, scaler, how, num_parts, kind, is_recorded in (
+        ("cuda", None, "reduce-overhead", 1, "AdamW", True), ("cuda", None, True, 1, "AdamW", False),
+        ("cpu", None, "reduce-overhead", 1, "AdamW", False), ("cuda", "of fp16", "max-autotune", 1, "AdamW", False),
+        ("cuda", None, "max-autotune", 2, "AdamW", False), ("cuda", None, "max-autotune", 1, "Muon", False),
+    ):
+        optimizer = SimpleNamespace(optimizer=getattr(torch.optim, kind)(weights, lr=0.1), param_groups=[
+            {"params": weights}])
+        accelerator = SimpleNamespace(device=torch.device(device), scaler=scaler)
+        cuda_graphs.record_update(accelerator, optimizer, how, num_parts)
+        assert hasattr(optimizer, "replay_update") == is_recorded
