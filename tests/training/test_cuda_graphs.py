@@ -233,8 +233,8 @@ def test_an_objective_holds_nothing_of_what_was_recorded(monkeypatch, recordings
     x, y, teacher = torch.randn(2, 4, 8, 8), torch.arange(2), torch.randn(2, 16, 5)
     Recorded(objective, copies=False)(x, y, **dict.fromkeys(objective.arrays, teacher))
     recorded = {id(tensor) for graph in graphs for *_, out in graph.seen for tensor in tree_leaves(out)}
-    held = tree_leaves([vars(module) for module in objective.modules()])
-    assert recorded and not [value for value in held if isinstance(value, torch.Tensor) and id(value) in recorded]
+    kept = tree_leaves([vars(module) for module in objective.modules()])
+    assert recorded and not [value for value in kept if isinstance(value, torch.Tensor) and id(value) in recorded]
 
 
 class Host(TorchDispatchMode):

@@ -43,16 +43,16 @@ def test_muon_steps_by_torchs_own_in_the_linear_layers_of_blocks_and_elsewhere_b
     optimizer = build_optimizer(dict(net.named_parameters()), "muon", **SETTINGS)
     matrices = [layer.weight for layer in other.blocks.modules() if isinstance(layer, nn.Linear)]
     rest = [p for p in other.parameters() if all(p is not matrix for matrix in matrices)]
-    theirs = [torch.optim.AdamW(rest, lr=0.01, betas=(0.8, 0.9), weight_decay=0.1, fused=True),
+    torchs = [torch.optim.AdamW(rest, lr=0.01, betas=(0.8, 0.9), weight_decay=0.1, fused=True),
               torch.optim.Muon(matrices, lr=0.05, momentum=0.9, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")]
     for step in range(3):
         train.set_learning_rates(optimizer, step, 9, warmup_steps=2, schedule="constant")
         scale = min(1.0, (step + 1) / 2)
-        for each, lr in zip(theirs, (0.01, 0.05), strict=True):
+        for each, lr in zip(torchs, (0.01, 0.05), strict=True):
             each.param_groups[0]["lr"] = scale * lr
         for each in (net, other):
             fill_gradients(each, step)
-        for each in (optimizer, *theirs):
+        for each in (optimizer, *torchs):
             each.step()
     assert all(torch.equal(weights_of(net)[name], p) for name, p in weights_of(other).items())
 
