@@ -102,12 +102,14 @@ class Passes:
                 losses, terms = call()
             self.losses, self.terms = losses.detach(), {name: term.detach() for name, term in terms.items()}
             self.loss_gradients = torch.ones_like(losses)
-            for name in remaining:
-                leaves[name].register_hook(partial(keep, name))
+            trained = [leaves[name] for name in remaining]
+            hooks = [leaves[name].register_hook(partial(keep, name)) for name in remaining]
             with torch.cuda.stream(recorded.stream):
                 begin_graph()
-                torch.autograd.grad(losses, [leaves[name] for name in remaining], self.loss_gradients)
+                torch.autograd.grad(losses, trained, self.loss_gradients)
                 self.backward[-1][0].capture_end()
+        for hook in hooks:  # so that the last reference to these passes frees them
+            hook.remove()
 
 
 class Replay(torch.autograd.Function):
