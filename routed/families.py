@@ -10,39 +10,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from routed.modules import own_class
+from routed.modules import plain_class
 
 
 @dataclass(frozen=True)
 class Blocks:
     """A list of blocks, and the arguments of a block that matter for routing, each by its name or its position.
 
-    `tokens` is the argument that is routed, by default the first. `text` is the argument with the text tokens, if text
-    has its own stream. In `joined` blocks, tokens that are never routed are in the same sequence as the others. If a
-    block returns a tuple, `out` is the index of the tokens in it.
-
     `along` maps each argument with a value per token to the axis of the tokens, also in each tensor of a tuple, list or
     dict; "name.0" is the first element of a tuple. The block receives (B, K, …), where each sample has its own rows. If
-    the axis is 0, the table has no batch axis: then `torch.func.vmap` calls the block sample by sample, unless there is
-    one. A negative axis counts from the end; if it is the first, the block broadcasts (B, K, …) itself. For what an
-    axis cannot say there are the functions `pairs`, `fewer` and `by_place(axis)`. None declares that an argument has no
-    value per token.
-
-    `front` is the argument that counts the leading tokens of the stream, if those are never routed. Set `whole` if the
-    network changes all tokens between two blocks: then each block removes its routed tokens and puts them back. `takes`
-    identifies a block of an original code: it lists every argument that the block may have. `split` has a function for
-    each argument whose samples are not along its first axis: it receives the argument and B, and returns (B, …).
+    the axis is 0, the table has no batch axis, and the block is called once for each sample. A negative axis counts
+    from the end; if it is the first, the block broadcasts (B, K, …) itself. For what an axis cannot say there are the
+    functions `pairs`, `fewer` and `by_place(axis)`. None declares that an argument has no value per token.
     """
 
     path: str
     along: Mapping[str | int, Any] = field(default_factory=dict)
-    tokens: str | int = 0
-    text: str | int | None = None
-    joined: bool = False
-    front: str = ""
-    out: int = 0
-    whole: bool = False
-    takes: str = ""
+    tokens: str | int = 0               # the argument that is routed
+    text: str | int | None = None       # the argument with the text tokens, if text has its own stream
+    joined: bool = False                # tokens that are never routed are in the same sequence as the others
+    front: str = ""                     # the argument that counts the leading tokens, if those are never routed
+    out: int = 0                        # where the tokens are in what a block returns, if it is a tuple
+    whole: bool = False                 # the network changes all tokens between blocks, so each block puts them back
+    # Functions of an argument and B that return (B, …), for arguments whose samples are not along the first axis.
     split: Mapping[str, Callable[[Tensor, int], Tensor]] = field(default_factory=dict)
 
     def modules_of(self, network: nn.Module) -> list[nn.Module]:
@@ -63,17 +53,15 @@ class Family:
     """A network's lists of blocks in call order, and which tokens of a joined sequence are never routed.
 
     `text` counts these tokens from the network and its arguments: one number, or one for each sample (B,). Without it,
-    an earlier block's text is counted, or `free` counts from the arguments how many tokens may be routed. The tokens
-    that are never routed come before the others, or after them if `text_last`. `alone` names arguments that a routed
-    call may not have. `reads` returns the blocks after which the network itself reads all tokens, each with the name of
-    the setting: {block: name}.
+    an earlier block's text is counted, or `free` counts from the arguments how many tokens may be routed.
     """
 
     lists: tuple[Blocks, ...]
     text: Callable[[nn.Module, dict], Any] | None = None
     free: Callable[[dict], int] | None = None
-    text_last: bool = False
-    alone: tuple[str, ...] = ()
+    text_last: bool = False             # tokens that are never routed come after the others
+    alone: tuple[str, ...] = ()         # arguments that a routed call may not have
+    # The blocks after which the network itself reads all tokens, each with the name of the setting: {block: name}.
     reads: Callable[[nn.Module], Mapping[int, str]] | None = None
 
 
@@ -81,8 +69,8 @@ def one_size(images: list) -> Any:
     """Returns the shape, or the number of tokens, that all images share; raises ValueError if they differ."""
     first, *others = (image if isinstance(image, int) else getattr(image, "shape", None) for image in images)
     if first is None or any(other != first for other in others):
-        raise ValueError("A batch with images of several sizes, or several images per sample, cannot be routed: "
-                         "its samples have different numbers of tokens. Batch images of one size.")
+        raise ValueError("Images of several sizes, or several images per sample, have different numbers of tokens: "
+                         "batch images of one size.")
     return first
 
 
@@ -93,15 +81,11 @@ def padded_image(call: dict) -> int:
 
 
 def first_image(call: dict) -> int:
-    """Counts the tokens of the image to be predicted; condition images follow it and have another first coordinate.
-
-    On a GPU this waits until the ids are on the host. A compiled network cannot wait, so condition images raise an
-    error there.
-    """
+    """Counts the tokens of the image to be predicted; condition images follow it and have another first coordinate."""
     places = call["x_ids" if "x_ids" in call else "img_ids"]
     of_image = (places[0] if places.ndim == 3 else places)[:, 0]        # (N,)
     first = of_image == of_image[0]
-    if torch.compiler.is_compiling():       # a compiled assertion does not wait
+    if torch.compiler.is_compiling():       # which cannot wait for the GPU, as the last line does
         assert first.all(), ("With condition images compile the blocks (compile_repeated_blocks), not the network: how "
                              "many tokens may be routed depends on img_ids.")
         return len(first)
@@ -139,33 +123,28 @@ def words_of_one_size(network: nn.Module, call: dict) -> Tensor:
     return call["cap_mask"].sum(dim=1)
 
 
-def fewer(count: Any, stay: Any) -> Any:
+def fewer(count: Any, kept: Any) -> Any:
     """Reduces a number of tokens, for each sample or for all."""
-    return count - stay.gone
+    return count - kept.gone
 
 
-def fewer_in_all(ends: Tensor, stay: Any) -> Tensor:
+def fewer_in_all(ends: Tensor, kept: Any) -> Tensor:
     """Reduces flash attention's cumulative lengths (2B + 1,): the ends of each sample's tokens and of its padding."""
-    return ends - stay.gone * ((torch.arange(len(ends), device=ends.device) + 1) // 2).to(ends.dtype)
+    return ends - kept.gone * ((torch.arange(len(ends), device=ends.device) + 1) // 2).to(ends.dtype)
 
 
-def alike(mask: Tensor, stay: Any) -> Tensor:
-    """Reduces a mask (N,) that all samples share and that has one value for all tokens that may be routed."""
-    return mask[stay.places()[0]]
-
-
-def pairs(mask: Tensor, stay: Any) -> Tensor:
+def pairs(mask: Tensor, kept: Any) -> Tensor:
     """Reduces an attention mask (B, 1, N, N) to the kept tokens."""
-    index = stay.places(mask.shape[-1])[:, None, None]
+    index = kept.places(mask.shape[-1])[:, None, None]
     return mask.take_along_dim(index.mT, 2).take_along_dim(index, 3)
 
 
 def by_place(axis: int) -> Callable:
     """Wraps a module or function that rotates tokens by position: it receives all tokens, with 0 for routed ones."""
-    def for_kept(rotate: Callable, stay: Any) -> Callable:
+    def for_kept(rotate: Callable, kept: Any) -> Callable:
         def rotated(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            length = x.shape[axis] + stay.gone      # of the stream, or of the image in it
-            shape, places = [1] * x.ndim, stay.places(length)
+            length = x.shape[axis] + kept.gone      # of the stream, or of the image in it
+            shape, places = [1] * x.ndim, kept.places(length)
             shape[0], shape[axis] = places.shape
             index = places.view(shape).expand_as(x)
             full = x.new_zeros(*x.shape[:axis], length, *x.shape[axis + 1:]).scatter(axis, index, x)
@@ -175,7 +154,7 @@ def by_place(axis: int) -> Callable:
 
 
 class OfSample(int):
-    """A number of tokens that knows its sample, because Wan's blocks read a table's rows sample by sample."""
+    """A number of tokens that knows its sample, as Wan's blocks read rows of a table sample by sample."""
 
     def __new__(cls, count: int, sample: int):
         number = super().__new__(cls, count)
@@ -183,13 +162,12 @@ class OfSample(int):
         return number
 
 
-def grid_line(grids: Tensor, stay: Any) -> SimpleNamespace:
+def grid_line(grids: Tensor, kept: Any) -> SimpleNamespace:
     """Replaces Wan's grids (B, 3) of frames, rows and columns: the kept tokens of each sample form one line."""
-    if any(prod(grid) != stay.length for grid in grids.tolist()):
-        raise ValueError(f"The videos have {grids.tolist()} tokens in a sequence of {stay.length}: videos of several "
-                         f"sizes, or padded ones, cannot be routed. Batch videos of one size, and set seq_len to their "
-                         f"number of tokens.")
-    lines = [[OfSample(stay.length - stay.gone, sample), 1, 1] for sample in range(len(grids))]
+    if any(prod(grid) != kept.length for grid in grids.tolist()):
+        raise ValueError(f"The videos have {grids.tolist()} tokens in a sequence of {kept.length}: videos of several "
+                         f"sizes, or padded ones, cannot be routed. Set seq_len to the number of tokens of each.")
+    lines = [[OfSample(kept.length - kept.gone, sample), 1, 1] for sample in range(len(grids))]
     return SimpleNamespace(tolist=lambda: lines)
 
 
@@ -210,32 +188,25 @@ class RotaryRows:
         return self.rows[index.stop.sample]
 
 
-def grid_rows(table: Any, stay: Any) -> Any:
+def grid_rows(table: Any, kept: Any) -> Any:
     """Reduces Wan's table (rows, D) for all axes, or musubi-tuner's list with a table (N, 1, D) for each sample."""
-    places = stay.places()
+    places = kept.places()
     if isinstance(table, list):
         return [rows[index] for rows, index in zip(table, places, strict=True)]
-    rows, columns = stay.given["grid_sizes"][0].tolist()[1:]
+    rows, columns = kept.arguments["grid_sizes"][0].tolist()[1:]
     cuts = table.shape[1] - 2 * (table.shape[1] // 3), *[table.shape[1] // 3] * 2
     at = places // (rows * columns), places // columns % rows, places % columns
     return RotaryRows(torch.cat([part[i] for part, i in zip(table.split(cuts, dim=1), at, strict=True)], dim=-1))
 
 
-def first_rows(table: Tensor, stay: Any) -> Any:
+def first_rows(table: Tensor, kept: Any) -> Any:
     """Replaces minRF's table, which the network cuts to as many rows as a block has tokens."""
-    return stay.rows(stay.network.freqs_cis[:stay.length], 0)
+    return kept.rows(kept.network.freqs_cis[:kept.length], 0)
 
 
-def of_heads(table: Tensor, stay: Any) -> Tensor:
+def of_heads(table: Tensor, kept: Any) -> Tensor:
     """Reduces timm's table (N, D), (heads, N, D) or (1, heads, N, D): (B, heads or 1, K, D)."""
-    return stay.rows(table.view(1, -1, *table.shape[-2:]), 2)
-
-
-def never(value: Any, stay: Any) -> Any:
-    """Raises ValueError for an argument that relates tokens to one another in a way that is not known."""
-    name = next(name for name, argument in stay.given.items() if argument is value)
-    raise ValueError(f"{stay.run.block}: {name} relates the tokens to one another, so tokens cannot be removed: call "
-                     f"the network without it, or name it in along=, as pairs for a mask (…, N, N).")
+    return kept.rows(table.view(1, -1, *table.shape[-2:]), 2)
 
 
 def halves(value: Tensor, batch: int) -> Tensor:
@@ -254,57 +225,47 @@ def with_last(value: Tensor, batch: int) -> Tensor:
     return torch.stack([value[:batch], value[-1:].expand(batch, -1)], dim=1) if len(value) > batch else value[:, None]
 
 
-def full_attention(settings: Any, stay: Any) -> Any:
-    """Checks HunyuanVideo 1.5's attention settings; raises ValueError for attention by tiles."""
-    if stay.block.attn_mode == "flex-block-attn":
-        raise ValueError("attn_mode=flex-block-attn attends by tiles of the grid, so tokens cannot be removed: set "
-                         "attn_mode to flash or torch.")
-    return settings
-
-
-def fewer_in_params(params: Any, stay: Any) -> Any:
+def fewer_in_params(params: Any, kept: Any) -> Any:
     """Reduces musubi-tuner's AttentionParams, in which image tokens come before text tokens."""
     mask = params.attention_mask
     if mask is not None and not isinstance(mask, Tensor):
         raise ValueError("An attention bias of xformers counts all tokens: set attn_mode to torch or flash.")
     if mask is not None and mask.ndim == 4:
-        mask = mask.take_along_dim(stay.places(mask.shape[-1])[:, None, None], 3)
+        mask = mask.take_along_dim(kept.places(mask.shape[-1])[:, None, None], 3)
     elif mask is not None and not params.split_attn:
-        mask = stay.rows(mask, 1)
-    reduced = {name: how(getattr(params, name), stay) for name, how in
+        mask = kept.rows(mask, 1)
+    reduced = {name: how(getattr(params, name), kept) for name, how in
                dict(img_len=fewer, seqlens=fewer, cu_seqlens=fewer_in_all, max_seqlen=fewer).items()
                if getattr(params, name) is not None}
     return replace(params, attention_mask=mask, **reduced)
 
 
 TEXT, ROPE, MASK = "encoder_hidden_states", "image_rotary_emb", "attention_mask"
-CONTROLNETS = ("controlnet_block_samples", "controlnet_single_block_samples")
+CONTROLNETS = ("controlnet_block_samples", "controlnet_single_block_samples", "block_controlnet_hidden_states",
+               "block_controlnet_single_hidden_states", "controlnet_hidden_states")
+FREE = dict(free=first_image, alone=CONTROLNETS)
+FLUX = Family((Blocks("transformer_blocks", {ROPE: 0}, text=TEXT, out=1),
+               Blocks("single_transformer_blocks", {ROPE: 0}, text=TEXT, out=1)), **FREE)
+FLUX2 = Family((FLUX.lists[0], Blocks("single_transformer_blocks", {ROPE: 0}, joined=True)), **FREE)
+WAN = Family((Blocks("blocks", {"rotary_emb": 1, "temb": -3}),))
 FAMILIES = {
     "dit.DiT": Family((Blocks("blocks", {"positions": 1}),), alone=("routes", "mask_noise")),
-    "timm.VisionTransformer": Family(
-        (Blocks("blocks", {"attn_mask": never}, joined=True),), text=in_front),
-    "timm.Eva": Family(
-        (Blocks("blocks", {"rope": of_heads, "attn_mask": never}, joined=True),), text=in_front),
-    "transformers.ViTModel": Family((Blocks("layers", {MASK: never}, joined=True),), text=in_front),
-    **dict.fromkeys(
-        ("transformers.Dinov2Model", "transformers.Dinov2WithRegistersModel"),
-        Family((Blocks("encoder.layer", {MASK: never}, joined=True),), text=in_front)),
+    "timm.VisionTransformer": Family((Blocks("blocks", joined=True),), text=in_front),
+    "timm.Eva": Family((Blocks("blocks", {"rope": of_heads}, joined=True),), text=in_front),
+    "transformers.ViTModel": Family((Blocks("layers", joined=True),), text=in_front),
+    "transformers.Dinov2Model": Family((Blocks("encoder.layer", joined=True),), text=in_front),
+    "transformers.Dinov2WithRegistersModel": Family((Blocks("encoder.layer", joined=True),), text=in_front),
     "transformers.DINOv3ViTModel": Family(
-        (Blocks("model.layer", {"position_embeddings": 0, MASK: never}, joined=True),), text=in_front),
+        (Blocks("model.layer", {"position_embeddings": 0}, joined=True),), text=in_front),
     "diffusers.DiTTransformer2DModel": Family((Blocks("transformer_blocks"),)),
     "diffusers.PixArtTransformer2DModel": Family((Blocks("transformer_blocks", {MASK: 2}),)),
-    "diffusers.SD3Transformer2DModel": Family(
-        (Blocks("transformer_blocks", text=TEXT, out=1),), alone=("block_controlnet_hidden_states",)),
-    **dict.fromkeys(
-        ("diffusers.FluxTransformer2DModel", "diffusers.BriaTransformer2DModel",
-         "diffusers.LongCatImageTransformer2DModel", "diffusers.OvisImageTransformer2DModel"),
-        Family((Blocks("transformer_blocks", {ROPE: 0}, text=TEXT, out=1),
-                Blocks("single_transformer_blocks", {ROPE: 0}, text=TEXT, out=1)),
-               free=first_image, alone=CONTROLNETS)),
-    **dict.fromkeys(
-        ("diffusers.Flux2Transformer2DModel", "diffusers.BriaFiboTransformer2DModel"),
-        Family((Blocks("transformer_blocks", {ROPE: 0}, text=TEXT, out=1),
-                Blocks("single_transformer_blocks", {ROPE: 0}, joined=True)), free=first_image)),
+    "diffusers.SD3Transformer2DModel": Family((Blocks("transformer_blocks", text=TEXT, out=1),), alone=CONTROLNETS),
+    "diffusers.FluxTransformer2DModel": FLUX,
+    "diffusers.BriaTransformer2DModel": FLUX,
+    "diffusers.LongCatImageTransformer2DModel": FLUX,
+    "diffusers.OvisImageTransformer2DModel": FLUX,
+    "diffusers.Flux2Transformer2DModel": FLUX2,
+    "diffusers.BriaFiboTransformer2DModel": FLUX2,
     "diffusers.Flux3Transformer2DModel": Family(
         (Blocks("mode_blocks.image", {"temb_mod": 1, ROPE: 0}),
          Blocks("single_transformer_blocks", {"temb_mod": 1, ROPE: 0}, text=TEXT, out=1)),
@@ -320,9 +281,8 @@ FAMILIES = {
         (Blocks("double_stream_blocks", {ROPE: 1, "hidden_states_masks": 1}, text=TEXT, whole=True),
          Blocks("single_stream_blocks", {ROPE: 1, "hidden_states_masks": 1}, joined=True, whole=True)), text_last=True),
     "diffusers.CogView3PlusTransformer2DModel": Family((Blocks("transformer_blocks", text=TEXT),)),
-    **dict.fromkeys(
-        ("diffusers.CogView4Transformer2DModel", "diffusers.CogVideoXTransformer3DModel"),
-        Family((Blocks("transformer_blocks", {ROPE: 0}, text=TEXT),))),
+    "diffusers.CogView4Transformer2DModel": Family((Blocks("transformer_blocks", {ROPE: 0}, text=TEXT),)),
+    "diffusers.CogVideoXTransformer3DModel": Family((Blocks("transformer_blocks", {ROPE: 0}, text=TEXT),)),
     "diffusers.HunyuanImageTransformer2DModel": Family(
         (Blocks("transformer_blocks", {ROPE: 0, MASK: 3}, text=TEXT),
          Blocks("single_transformer_blocks", {ROPE: 0, MASK: 3}, text=TEXT)), text_last=True),
@@ -333,11 +293,10 @@ FAMILIES = {
         text=lambda network, call: call["encoder_attention_mask"].sum(dim=1)),
     "diffusers.QwenImageTransformer2DModel": Family(
         (Blocks("transformer_blocks", {f"{ROPE}.0": 0, "modulate_index": 1}, text=TEXT, out=1,
-                split={"temb": halves}),),
-        free=first_of_shapes, alone=("controlnet_block_samples",)),
+                split={"temb": halves}),), free=first_of_shapes, alone=CONTROLNETS),
     "diffusers.QwenImage21Transformer2DModel": Family(
-        (Blocks("transformer_blocks", {"rotary_emb": 0, "target_token_mask": alike, "key_valid": 1, MASK: never},
-                joined=True, split={"modulation": with_last}),),
+        (Blocks("transformer_blocks", {"rotary_emb": 0, "target_token_mask": 0, "key_valid": 1}, joined=True,
+                split={"modulation": with_last}),),
         free=lambda call: prod(call["img_shapes"][0][-1]), alone=("kv_cache",)),
     "diffusers.ZImageTransformer2DModel": Family(
         (Blocks("layers", {"attn_mask": 1, "freqs_cis": 1}, joined=True),), free=padded_image, text_last=True,
@@ -346,131 +305,88 @@ FAMILIES = {
         (Blocks("transformer_blocks", {"freqs_cis": 0, MASK: 3}, text=TEXT, front="num_tokens"),
          Blocks("single_transformer_blocks", {ROPE: 0, MASK: 3}, text=TEXT, front="num_tokens")), text_last=True),
     "diffusers.HunyuanVideo15Transformer3DModel": Family((Blocks("transformer_blocks", {"freqs_cis": 0}, text=TEXT),)),
-    **dict.fromkeys(
-        ("diffusers.WanTransformer3DModel", "diffusers.ChronoEditTransformer3DModel"),
-        Family((Blocks("blocks", {"rotary_emb": 1, "temb": -3}),))),
+    "diffusers.WanTransformer3DModel": WAN,
+    "diffusers.ChronoEditTransformer3DModel": WAN,
     "diffusers.WanVACETransformer3DModel": Family((Blocks("blocks", {"rotary_emb": 1}, whole=True),)),
-    "diffusers.SkyReelsV2Transformer3DModel": Family(
-        (Blocks("blocks", {"rotary_emb": 1, "temb": -2, MASK: never}),)),
+    "diffusers.SkyReelsV2Transformer3DModel": Family((Blocks("blocks", {"rotary_emb": 1, "temb": -2}),)),
     "diffusers.LTXVideoTransformer3DModel": Family((Blocks("transformer_blocks", {ROPE: 1, "temb": 1}),)),
     "diffusers.LTX2VideoTransformer3DModel": Family(
-        (Blocks("transformer_blocks", {
-            "video_rotary_emb": -2, "ca_video_rotary_emb": -2, "temb": 1, "temb_ca_scale_shift": 1,
-            "temb_ca_gate": 1, "self_attention_mask": never}),)),
+        (Blocks("transformer_blocks", {"video_rotary_emb": -2, "ca_video_rotary_emb": -2, "temb": 1,
+                                       "temb_ca_scale_shift": 1, "temb_ca_gate": 1}),)),
     "diffusers.CosmosTransformer3DModel": Family(
         (Blocks("transformer_blocks", {ROPE: 0, "extra_pos_emb": 1, "embedded_timestep": -2, "temb": -2}),),
-        alone=("block_controlnet_hidden_states",)),
+        alone=CONTROLNETS),
     "diffusers.MochiTransformer3DModel": Family((Blocks("transformer_blocks", {ROPE: -3}, text=TEXT),)),
-    "diffusers.Kandinsky5Transformer3DModel": Family(
-        (Blocks("visual_transformer_blocks", {"rope": 1, "sparse_params": never}),)),
-    "diffusers.Kandinsky6Transformer3DModel": Family(
-        (Blocks("visual_transformer_blocks", {"vis_rope": -5}),)),
+    "diffusers.Kandinsky5Transformer3DModel": Family((Blocks("visual_transformer_blocks", {"rope": 1}),)),
+    "diffusers.Kandinsky6Transformer3DModel": Family((Blocks("visual_transformer_blocks", {"vis_rope": -5}),)),
 }
-ENDS = dict(cu_seqlens_q=fewer_in_all, cu_seqlens_kv=fewer_in_all, max_seqlen_q=fewer, max_seqlen_kv=fewer)
+HUNYUAN = dict(freqs_cis=0, attn_mask=pairs, total_len=fewer, cu_seqlens_q=fewer_in_all, cu_seqlens_kv=fewer_in_all,
+               max_seqlen_q=fewer, max_seqlen_kv=fewer, txt_len=None)
 EACH = dict(cu_seqlens_q=ends_of_each, cu_seqlens_kv=ends_of_each)
-HUNYUAN = {"freqs_cis": 0, "attn_mask": pairs, "total_len": fewer, **ENDS}
-FLUX = Family((Blocks("double_blocks", {"pe": 2}, text="txt",
-                      takes="img txt vec pe txt_attention_mask control_lengths"),
-               Blocks("single_blocks", {"pe": 2}, joined=True, takes="x vec pe txt_attention_mask control_lengths")),
-              free=first_image, alone=("block_controlnet_hidden_states", "block_controlnet_single_hidden_states"))
-CODES = {  # original code, recognised by the class and by its lists of blocks with their arguments
-    "DiT": (Family((Blocks("blocks", takes="x c"),)),),
-    "SiT": (Family((Blocks("blocks", takes="x c"),), reads=encoder_depths),),
-    **dict.fromkeys(("PixArt", "PixArtMS"), (Family((Blocks("blocks", takes="x y t mask"),)),)),
-    "LightningDiT": (Family((Blocks("blocks", {"feat_rope": by_place(2)}, takes="x c feat_rope"),)),),
-    "DiT_Llama": (Family((Blocks("layers", {"freqs_cis": first_rows}, takes="x freqs_cis adaln_input"),)),),
-    "MMDiT": (
-        Family((Blocks("double_layers", tokens="x", text="c", out=1, takes="c x global_cond"),
-                Blocks("single_layers", joined=True, takes="cx global_cond"))),
-        Family((Blocks("joint_blocks", tokens=1, text=0, out=1, takes="context x c"),))),
-    "MMDiTX": (
-        Family((Blocks("joint_blocks", tokens=1, text=0, out=1),), alone=("controlnet_hidden_states",)),),
-    "DinoVisionTransformer": (
-        Family((Blocks("blocks", {"rope_or_rope_list": 0}, joined=True,
-                       takes="x x_or_x_list rope_or_rope_list"),), text=in_front),),
-    "Flux": (FLUX,),
-    "Flux2": (
-        Family((Blocks("double_blocks", {"pe": 2}, text="txt", takes="img txt pe pe_ctx mod_img mod_txt attn_params"),
-                Blocks("single_blocks", {"pe": 2}, joined=True, takes="x pe mod attn_params")), free=first_image),),
-    "ZImageTransformer2DModel": (
-        Family((Blocks("layers", {"freqs_cis": 1, "attn_params": fewer_in_params}, joined=True,
-                       takes="x freqs_cis adaln_input attn_params"),), free=patches_of, text_last=True),),
-    "SingleStreamDiT": (
-        Family((Blocks("blocks", {"freqs": 1, "attn_params": fewer_in_params}, joined=True,
-                       takes="x vec freqs attn_params"),), free=lambda call: call["img"].shape[1], text_last=True),),
-    "QwenImageTransformer2DModel": (
-        Family((Blocks("transformer_blocks", {f"{ROPE}.0": 0, "timestep_zero_index": fewer}, text=TEXT, out=1,
-                       takes="hidden_states encoder_hidden_states encoder_hidden_states_mask temb image_rotary_emb "
-                             "txt_seq_lens joint_attention_kwargs timestep_zero_index"),), free=first_of_shapes),),
-    "NextDiT": (
-        Family((Blocks("layers", {"x_mask": 1, "freqs_cis": 1, "pe": 1}, joined=True,
-                       takes="x x_mask freqs_cis pe adaln_input"),), text=words_of_one_size),),
-    "WanModel": (
-        Family((Blocks("blocks", {"e": -3, "seq_lens": fewer, "grid_sizes": grid_line, "freqs": grid_rows},
-                       takes="x e seq_lens grid_sizes freqs context context_lens"),)),),
-    "HYVideoDiffusionTransformer": (
-        Family((Blocks("double_blocks", HUNYUAN, text="txt", takes=f"img txt vec {' '.join(HUNYUAN)}", split=EACH),
-                Blocks("single_blocks", HUNYUAN, joined=True, takes=f"x vec txt_len {' '.join(HUNYUAN)}", split=EACH)),
-               text_last=True),),
-    "HunyuanVideo_1_5_DiffusionTransformer": (
-        Family((Blocks("double_blocks", {"freqs_cis": 0, "attn_param": full_attention}, text="txt",
-                       # Its single blocks see all tokens, because it counts image tokens between the two lists.
-                       takes="img txt vec freqs_cis text_mask attn_param is_flash block_idx"),), text_last=True),
-        Family((Blocks("double_blocks", {"freqs_cis": 0, "attn_params": fewer_in_params}, text="txt",
-                       takes="img txt vec freqs_cis attn_params"),), text_last=True)),
+PIXART = (Family((Blocks("blocks", {"y": None}),)),)
+CODES = {  # original code, recognised by the class and by what `fits`
+    "DiT": (Family((Blocks("blocks"),)),),
+    "SiT": (Family((Blocks("blocks"),), reads=encoder_depths),),
+    "PixArt": PIXART,
+    "PixArtMS": PIXART,
+    "LightningDiT": (Family((Blocks("blocks", {"feat_rope": by_place(2)}),)),),
+    "DiT_Llama": (Family((Blocks("layers", {"freqs_cis": first_rows}),)),),
+    "MMDiT": (Family((Blocks("double_layers", tokens="x", text="c", out=1), Blocks("single_layers", joined=True))),
+              Family((Blocks("joint_blocks", tokens=1, text=0, out=1),))),
+    "MMDiTX": (Family((Blocks("joint_blocks", tokens=1, text=0, out=1),), alone=CONTROLNETS),),
+    "DinoVisionTransformer": (Family((Blocks("blocks", {"rope_or_rope_list": 0}, joined=True),), text=in_front),),
+    "Flux": (Family((Blocks("double_blocks", {"pe": 2}, text="txt"), Blocks("single_blocks", {"pe": 2}, joined=True)),
+                    **FREE),),
+    "Flux2": (Family((Blocks("double_blocks", {"pe": 2, "pe_ctx": None}, text="txt"),
+                      Blocks("single_blocks", {"pe": 2}, joined=True)), free=first_image),),
+    "ZImageTransformer2DModel": (Family(
+        (Blocks("layers", {"freqs_cis": 1, "attn_params": fewer_in_params}, joined=True),), free=patches_of,
+        text_last=True),),
+    "SingleStreamDiT": (Family(
+        (Blocks("blocks", {"freqs": 1, "attn_params": fewer_in_params}, joined=True),),
+        free=lambda call: call["img"].shape[1], text_last=True),),
+    "QwenImageTransformer2DModel": (Family(
+        (Blocks("transformer_blocks", {f"{ROPE}.0": 0, "timestep_zero_index": fewer}, text=TEXT, out=1),),
+        free=first_of_shapes),),
+    "NextDiT": (Family(
+        (Blocks("layers", {"x_mask": 1, "freqs_cis": 1, "pe": 1}, joined=True),), text=words_of_one_size),),
+    "WanModel": (Family(
+        (Blocks("blocks", {"e": -3, "seq_lens": fewer, "grid_sizes": grid_line, "freqs": grid_rows,
+                           "context": None}),)),),
+    "HYVideoDiffusionTransformer": (Family(
+        (Blocks("double_blocks", HUNYUAN, text="txt", split=EACH),
+         Blocks("single_blocks", HUNYUAN, joined=True, split=EACH)), text_last=True),),
+    "HunyuanVideo_1_5_DiffusionTransformer": (Family(
+        # Its single blocks see all tokens, because it counts image tokens between the two lists.
+        (Blocks("double_blocks", {"freqs_cis": 0, "attn_param": None, "attn_params": fewer_in_params},
+                text="txt"),), text_last=True),),
 }
-GRIDS = "its blocks convolve over the grid of tokens, so tokens cannot be removed"
-UNETS = "a UNet has no sequence of similar blocks that tokens could skip"
-SKIPS = "long skip connections lead from its first blocks to its last, across the ends of a route"
 CACHES = "its tokens attend to a cache of all tokens from an earlier pass"
-FRAMES = "earlier frames, downsampled by several factors, come before the predicted frames in one stream"
-PACKS = "it packs several streams into one sequence, whose layout counts every token"
-REFUSED = {
-    "SanaTransformer2DModel": GRIDS,
-    "SanaVideoTransformer3DModel": GRIDS,
-    "SanaWMTransformer3DModel": GRIDS,
-    "HunyuanDiT2DModel": SKIPS,
-    "UViT": SKIPS,
-    "UNet2DModel": UNETS,
-    "UNet2DConditionModel": UNETS,
-    "UNet3DConditionModel": UNETS,
+REFUSED = {     # what a trial of the blocks does not find
     "AnyFlowFARTransformer3DModel": CACHES,
     "SanaWMLTX2RefinerTransformer3DModel": CACHES,
     "WanAnimate2Transformer3DModel": CACHES,
-    "HunyuanVideoFramepackTransformer3DModel": FRAMES,
-    "HunyuanVideoTransformer3DModelPacked": FRAMES,
-    "Cosmos3OmniTransformer": PACKS,
-    "MiniMaxH3Transformer3DModel": PACKS,
-    "Kandinsky6SRTransformer3DModel": "its attention is sparse by tiles of the grid, so tokens cannot be removed",
-    "LatteTransformer3DModel": "it folds frames and positions into the batch in turn, and each needs all of the other",
     "NucleusMoEImageTransformer2DModel": "each expert chooses among all tokens, so removing some affects the others",
 }
 
 
 def lists_of_blocks(network: nn.Module) -> str:
     """Names the lists of several blocks of one class in a network, as in `layers (28 of Block)`."""
-    found = [(name, part) for name, part in network.named_modules() if isinstance(part, nn.ModuleList) and len(part) > 1
-             and len({type(block) for block in part}) == 1 and any(part[0].children())]
-    return ", ".join(f"{name} ({len(part)} of {type(part[0]).__name__})" for name, part in found) or "none"
+    lists = [(name, part) for name, part in network.named_modules() if isinstance(part, nn.ModuleList | nn.Sequential)
+             and len(part) > 1 and len({type(block) for block in part}) == 1 and any(part[0].children())]
+    return ", ".join(f"{name} ({len(part)} of {type(part[0]).__name__})" for name, part in lists) or "none"
 
 
 def argument_names(module: nn.Module) -> tuple[str, ...]:
     """Returns a module's argument names in order; those of `_forward` if forward passes all its arguments to it."""
-    for forward in (getattr(own_class(module), name, None) for name in ("forward", "_forward")):
-        parts = inspect.signature(forward).parameters.values() if forward else ()
-        kinds = [inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD]
-        if all(part.kind != part.VAR_POSITIONAL for part in parts):
-            kinds.append(inspect.Parameter.KEYWORD_ONLY)
-        names = [part.name for part in parts if part.kind in kinds]
-        if names[1:]:
-            return tuple(names[1:])
+    for forward in (getattr(plain_class(module), name, None) for name in ("forward", "_forward")):
+        parts = list(inspect.signature(forward).parameters.values())[1:] if forward else []
+        skipped = [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
+        if any(part.kind == part.VAR_POSITIONAL for part in parts):     # others have no position behind it
+            skipped.append(inspect.Parameter.KEYWORD_ONLY)
+        if names := tuple(part.name for part in parts if part.kind not in skipped):
+            return names
     return ()
-
-
-def takes_any(module: nn.Module) -> bool:
-    """True if a module takes arguments of any name."""
-    parts = inspect.signature(own_class(module).forward).parameters.values()
-    return any(part.kind == part.VAR_KEYWORD for part in parts)
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
@@ -492,44 +408,50 @@ def only_element(tokens: Any) -> Any:
     return tokens[0] if isinstance(tokens, list) and len(tokens) == 1 else tokens
 
 
-def bare(block: nn.Module) -> nn.Module:
-    """Returns the block inside the wrappers of torch.compile and of checkpoints."""
-    for wrapper in ("_orig_mod", "_checkpoint_wrapped_module"):
-        block = getattr(block, wrapper, block)
-    return block
+def unwrapped(module: nn.Module, compiled: bool = True) -> nn.Module:
+    """Returns the module inside wrappers, such as those of DDP, PEFT, checkpoints and (if `compiled`) torch.compile.
 
-
-def fits(family: Family, network: nn.Module) -> bool:
-    """True if a network has a family's lists of blocks, and they take no arguments that the family does not know."""
-    lists = [(getattr(network, spec.path, None), {*spec.takes.split()}) for spec in family.lists]
-    return all(isinstance(blocks, nn.ModuleList) and all({*argument_names(bare(block))} <= takes for block in blocks)
-               for blocks, takes in lists)
+    A wrapper has one child and a forward that names no argument. One that is compiled has a forward of its own.
+    """
+    while not argument_names(module) and (compiled or "forward" not in vars(module)):
+        children = list(module.children())
+        if len(children) != 1 or plain_class(children[0]).forward is nn.Module.forward:
+            break
+        [module] = children
+    return module
 
 
 def owner_of(network: nn.Module) -> type:
     """Returns the class whose forward a network runs."""
-    owner = next(base for base in own_class(network).__mro__ if "forward" in vars(base))
+    owner = next(base for base in plain_class(network).__mro__ if "forward" in vars(base))
     # its blocks may be called from outside, as in a pipeline
-    return own_class(network) if owner is nn.Module else owner
+    return plain_class(network) if owner is nn.Module else owner
 
 
-def check_refused(network: nn.Module) -> None:
-    """Raises ValueError, with the reason, for a class that cannot be routed."""
-    if (name := owner_of(network).__name__) in REFUSED:
-        raise ValueError(f"{name} cannot be routed exactly: {REFUSED[name]}.")
+def fits(spec: Blocks, network: nn.Module) -> bool:
+    """True if a network has a list of blocks that take the tokens, the text and the first argument that it names."""
+    names = {key.partition(".")[0] for key in (spec.tokens, spec.text, *[*spec.along][:1]) if isinstance(key, str)}
+    blocks = getattr(network, spec.path, None)
+    return isinstance(blocks, nn.ModuleList) and all(names <= {*argument_names(unwrapped(block))} for block in blocks)
+
+
+def library_row(network: nn.Module) -> Family | None:
+    """Returns the row of a network of a library."""
+    owner = owner_of(network)
+    return FAMILIES.get(f"{owner.__module__.partition('.')[0]}.{owner.__name__}")
 
 
 def family_of(network: nn.Module) -> Family:
     """Finds a network's row by the class whose forward it runs; raises ValueError for a class without one."""
+    if row := library_row(network):
+        return row
     owner = owner_of(network)
-    family = FAMILIES.get(f"{owner.__module__.partition('.')[0]}.{owner.__name__}")
-    families = CODES.get(owner.__name__, ()) if family is None else [family]
-    family = family or next((family for family in families if fits(family, network)), None)
-    if family is None:
-        raise ValueError(f"{owner.__name__} of {owner.__module__} is not a known network (docs/trainers.md): name its "
-                         f"list of blocks as blocks=, and the arguments with a value per token as along=. Lists of "
-                         f"blocks: {lists_of_blocks(network)}.")
-    return family
+    for row in CODES.get(owner.__name__, ()):
+        if all(fits(spec, network) for spec in row.lists):
+            return row
+    raise ValueError(f"{owner.__name__} of {owner.__module__} is not a known network (docs/trainers.md): name its list "
+                     f"of blocks as blocks=, and the arguments with a value per token as along=. Lists of blocks: "
+                     f"{lists_of_blocks(network)}.")
 
 
 def network_of(model: nn.Module) -> nn.Module:
@@ -539,8 +461,4 @@ def network_of(model: nn.Module) -> nn.Module:
     if any(type(part).__name__ == "FullyShardedDataParallel" for part in model.modules()):
         raise ValueError("FSDP1 (FullyShardedDataParallel) hides a network's blocks in wrappers; shard it with FSDP2, "
                          "torch.distributed.fsdp.fully_shard.")
-    if hasattr(model, "get_base_model"):
-        return network_of(model.get_base_model())
-    parts = [name for name, _ in model.named_children()]
-    wrappers = ["_orig_mod"], ["module"], ["_checkpoint_wrapped_module"]
-    return network_of(getattr(model, parts[0])) if parts in wrappers else model
+    return unwrapped(model.get_base_model() if hasattr(model, "get_base_model") else model)

@@ -44,13 +44,11 @@ class Entry:
         self.holders = 0
 
     def call(self, module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if torch.compiler.is_compiling():
-            routing, run = self.routing, None
-        else:
-            routing = self.routing if self.routing is not None and self.routing.is_here() else None
-            run = self.recomputed(module, routing)
-        if run is not None:
-            return run.recompute(run.routing.block_of[module], forward, args, kwargs)
+        routing = None if self.routing is None or self.routing.pauses else self.routing
+        if not torch.compiler.is_compiling():
+            routing = routing if routing is not None and routing.is_here() else None
+            if (run := self.recomputed(module, routing)) is not None:
+                return run.recompute(run.routing.block_of[module], forward, args, kwargs)
         return forward(*args, **kwargs) if routing is None else routing.call(self.block, forward, args, kwargs)
 
     def recomputed(self, module: nn.Module, routing: Any) -> Any:
@@ -77,15 +75,13 @@ class RoutedModule:
             raise ValueError(f"{type(self).__name__} cannot be pickled or saved inside routed(): save its "
                              f"state_dict(), or save it after the `with` block.")
         _, _, state, *rest = super().__reduce_ex__(protocol)
-        own = own_class(self)
-        return own.__new__, (own,), without(state), *rest
+        return plain_class(self).__new__, (plain_class(self),), without_entry(state), *rest
 
     def __deepcopy__(self, memo: dict) -> nn.Module:
         """Returns a copy that is not routed, with weights of its own."""
         _, _, state, *_ = super().__reduce_ex__(4)
-        other = own_class(self).__new__(own_class(self))
-        memo[id(self)] = other
-        other.__setstate__(copy.deepcopy(without(state), memo))
+        memo[id(self)] = other = plain_class(self).__new__(plain_class(self))
+        other.__setstate__(copy.deepcopy(without_entry(state), memo))
         return other
 
 
@@ -93,27 +89,27 @@ class RoutedNetwork(RoutedModule):
     """Comes before a network's class. Compiled code and PEFT call its forward only, and accelerate sets its own."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        own = super() if "forward" in vars(self) else super(RoutedModule, self)
-        return own.__call__(*args, **kwargs)
+        plain = super() if "forward" in vars(self) else super(RoutedModule, self)
+        return plain.__call__(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._routed.call(self, super().forward, args, kwargs)
 
 
-def without(state: dict[str, Any]) -> dict[str, Any]:
+def without_entry(state: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if name != "_routed"}
 
 
-def own_class(module: nn.Module) -> type:
+def plain_class(module: nn.Module) -> type:
     """Returns a module's class without routing."""
     classes = type(module).__mro__
     return classes[classes.index(RoutedModule) + 1] if isinstance(module, RoutedModule) else classes[0]
 
 
 @cache
-def routed_class(own: type, routed: type) -> type:
-    return type(own.__name__, (routed, own), {
-        "__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__})
+def routed_class(plain: type, routed: type) -> type:
+    return type(plain.__name__, (routed, plain), {
+        "__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__})
 
 
 def install(module: nn.Module, routing: Any, block: Any) -> None:
@@ -131,7 +127,7 @@ def uninstall(module: nn.Module) -> None:
     entry = vars(module)["_routed"]
     entry.holders -= 1
     if not entry.holders:
-        object.__setattr__(module, "__class__", own_class(module))
+        object.__setattr__(module, "__class__", plain_class(module))
         del vars(module)["_routed"]
 
 

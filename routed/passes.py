@@ -5,19 +5,18 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
-from numbers import Integral, Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from routed import families
-from routed.families import Blocks, Family, argument_names, bare, family_of, mapped, network_of, only_element, takes_any
-from routed.modules import BACKWARD, entry_of, install, own_class, uninstall
+from routed.families import Blocks, Family, argument_names, mapped, only_element, unwrapped
+from routed.modules import BACKWARD, entry_of, install, plain_class, uninstall
 from routed.trial import TRIED, Trial, Trials
 from routing_module import Route, Router, resolve_routes
 
@@ -26,21 +25,20 @@ class Block:
     """A block of the network, with its description by argument names and its route."""
 
     def __init__(self, index: int, module: nn.Module, spec: Blocks):
-        self.index, self.module, self.spec, self.inner = index, module, spec, bare(module)
+        self.index, self.module, self.spec = index, unwrapped(module, compiled=False), spec
+        self.inner = unwrapped(module)
         if isinstance(self.inner, nn.ModuleList | nn.ModuleDict):
             raise ValueError(f"{spec.path}.{index} is a {type(self.inner).__name__} of {len(self.inner)} modules, not "
-                             f"a block: route indices would count such groups. Build the network with a list of "
-                             f"blocks (DINOv2: block_chunks=0), each with its own forward and residuals.")
+                             f"a block: build the network with a list of blocks (DINOv2: block_chunks=0).")
         self.names = argument_names(self.inner)
         self.tokens, self.text, self.front = map(self.name_of, (spec.tokens, spec.text, spec.front))
         self.along = []                     # (an argument along the tokens, the part of it if it is a tuple, the axis)
         for key, axis in spec.along.items():
             name, _, part = key.partition(".") if isinstance(key, str) else (self.name_of(key), "", "")
             self.along.append((name, part, axis))
-        self.known = {self.tokens, self.text, self.front, *(name for name, _, _ in self.along)}
+        self.described = {self.tokens, self.text, self.front, *(name for name, _, _ in self.along)}
         # A table whose first axis is that of the tokens has no batch axis, and the block cannot take one.
-        self.by_sample = [(name, part) for name, part, axis in self.along if axis == 0 and not callable(axis)]
-        self.in_turn = own_class(module).__call__ is not nn.Module.__call__     # it may contain a checkpoint
+        self.by_sample = {name: part for name, part, axis in self.along if axis == 0 and not callable(axis)}
         self.r: int | None = None           # the number of its route
         self.route: Route | None = None
         self.starts = self.ends = False
@@ -62,76 +60,79 @@ class Block:
             if isinstance(part, nn.MultiheadAttention) and not part.batch_first:
                 raise ValueError(f"{self} attends over tokens (N, B, D): set batch_first=True.")
 
+    def call(self, function: Callable, arguments: dict, batch: int) -> Any:
+        """Calls a function of the block's arguments by name: sample by sample if a table has no batch axis."""
+        if not self.by_sample:
+            return function(arguments)
+        outs = [function({name: self.of_sample(value, name, b, batch) for name, value in arguments.items()})
+                for b in range(batch)]
+        return joined(outs)
+
+    def of_sample(self, value: Any, name: str | int, b: int, batch: int) -> Any:
+        """Returns an argument for sample b alone: (1, …) of (B, …), and (K, …) of a table (B, K, …)."""
+        def rows(part: Any, is_table: bool) -> Any:
+            if not isinstance(part, Tensor) or part.ndim == 0:
+                return part
+            if name in self.spec.split:
+                return self.spec.split[name](part, batch)[b]
+            return part if len(part) != batch else part[b] if is_table else part[b:b + 1]
+
+        part = self.by_sample.get(name)
+        if part and isinstance(value, tuple | list):
+            return type(value)(mapped(partial(rows, is_table=part == str(i)), v) for i, v in enumerate(value))
+        return mapped(partial(rows, is_table=part is not None), value)
+
 
 class Kept:
-    """The kept tokens during a call of a block on a route; a function in `along` receives it with a block's argument.
+    """The kept tokens in a call of a block; a function in `along` receives it with an argument of the block.
 
-    `ids` (B, K) index the kept tokens among those that may be routed, and `away` holds all tokens before the route's
-    start. `length` counts the tokens of the block's stream, including routed ones, and `gone` counts the routed ones.
-    `given` holds the block's arguments, by name or position, before tokens are removed.
+    `ids` (B, K) index the kept tokens among those that may be routed. `length` counts the tokens of the block's stream,
+    including routed ones, and `gone` counts the routed ones. `arguments` holds the block's arguments, by name or
+    position, before tokens are removed. In a trial the ids are `turned`, which is to say not ascending.
     """
 
-    def __init__(self, run: "Pass"):
-        r = run.block.r
-        self.run, self.ids, self.away, self.index, self.along = (
-            run, run.ids_keep[r], run.away[r], run.index[r], run.along[r])
-
-    length = property(lambda self: self.run.stream)
-    gone = property(lambda self: self.run.free - self.ids.shape[1])
-    given = property(lambda self: self.run.given)
-    block = property(lambda self: self.run.block.module)
-    network = property(lambda self: self.run.routing.network)
+    def __init__(self, run: "Pass", arguments: dict, ids: Tensor | None = None):
+        self.run, self.arguments, self.turned = run, arguments, ids is not None
+        self.ids = run.ids_keep[run.block.r] if ids is None else ids
+        self.length, self.gone = run.stream, run.free - self.ids.shape[1]
+        self.block, self.network = run.block.inner, run.routing.network
 
     def places(self, length: int | None = None) -> Tensor:
         """Returns the positions of the kept tokens (B, length - gone), in the stream or a sequence of `length`."""
-        length, ids, block = self.length if length is None else length, self.ids, self.run.block.index
+        length = self.length if length is None else length
         if length == self.run.free:
-            return ids
-        for known, index, made_by in self.index:
-            # A recomputed block repeats the operations of its first call, as selective checkpoints count them.
-            if known == length and not (self.run.recomputes and made_by == block):
-                return index
-        places = self.run.places(ids, length)
-        left = ids.new_zeros(len(ids), length).scatter(1, places, 1).scatter(1, places.gather(1, ids), 0)
-        index = left.argsort(dim=1, stable=True)[:, :length - self.gone]
-        if not self.run.recomputes:
-            self.index.append((length, index, block))
-        return index
+            return self.ids
+        free = self.run.places(self.ids, length)
+        may_move = self.ids.new_zeros(len(self.ids), length).scatter(1, free, 1)
+        kept = free.gather(1, self.ids)
+        index = may_move.scatter(1, kept, 0).argsort(dim=1, stable=True)[:, :length - self.gone]
+        return index.masked_scatter(may_move.gather(1, index) > 0, kept) if self.turned else index
 
-    def take(self, given: dict) -> dict:
-        """Returns a block's arguments, with those along its tokens reduced to the kept tokens."""
-        taken = dict(given)
-        for name, part, axis in self.run.block.along:
+    def order(self) -> Tensor:
+        """Returns where in ascending order the tokens of the stream are (B, length - gone)."""
+        return self.places().argsort(dim=1).argsort(dim=1)
+
+    def take(self) -> dict:
+        """Returns the block's arguments, with its tokens and those along them reduced to the kept tokens."""
+        run, taken = self.run, dict(self.arguments)
+        block, tokens = run.block, taken[run.block.tokens]
+        if run.has_all or self.turned:
+            x = only_element(tokens)
+            x = run.routing.router.start_route(x, self.places()) if run.has_all else gathered(x, self.order(), 1)
+            taken[block.tokens] = [x] if isinstance(tokens, list) else x
+        for name, part, axis in block.along:
             value = taken.get(name)
-            if value is not None and axis is not None:
-                is_part = part and isinstance(value, tuple | list)
-                taken[name] = type(value)(self.kept(v, axis, f"{name}.{i}") if part == str(i) else v
-                                          for i, v in enumerate(value)) if is_part else self.kept(value, axis, name)
+            if value is None or axis is None:
+                continue
+            if part and isinstance(value, tuple | list):
+                taken[name] = type(value)(self.reduced(v, axis, f"{name}.{i}") if part == str(i) else v
+                                          for i, v in enumerate(value))
+            else:
+                taken[name] = self.reduced(value, axis, name)
         return taken
 
-    def take_functions(self, given: dict) -> dict:
-        """Returns arguments for all tokens in order; only those that functions reduce are made by them."""
-        return given | {name: axis(given[name], self) for name, _, axis in self.run.block.along
-                        if callable(axis) and given.get(name) is not None}
-
-    def kept(self, value: Any, axis: Any, name: str) -> Any:
-        """Reduces an argument along the tokens to the kept ones; computes it once for the same value."""
-        run, key, version = self.run, (name, self.run.block.spec.path), version_of(value)
-        source, seen, result, made_by = self.along.get(key, (None, 0, None, -1))
-        if run.recomputes:
-            result, made_by = run.taken.get((run.block.index, name), (None, run.block.index))
-            is_known = made_by != run.block.index
-        else:
-            is_known = source is value and seen == version
-        if not is_known:
-            made_by = run.block.index
-            result = axis(value, self) if callable(axis) else mapped(partial(self.rows, axis=axis, name=name), value)
-            # A recomputation must record the same operations, and a stored function could refer to its own pass.
-            if not getattr(value, "requires_grad", False) and not callable(result) and not run.recomputes:
-                self.along[key] = value, version, result, made_by
-        if run.has_gradient and not run.recomputes and not callable(result) and made_by != run.block.index:
-            run.taken[run.block.index, name] = result, made_by
-        return result
+    def reduced(self, value: Any, axis: Any, name: str) -> Any:
+        return axis(value, self) if callable(axis) else mapped(partial(self.rows, axis=axis, name=name), value)
 
     def rows(self, value: Any, axis: int, name: str = "") -> Any:
         """Returns the rows of the kept tokens along an axis of a tensor (see `Blocks`): (B, K, …)."""
@@ -143,27 +144,23 @@ class Kept:
         # `in` would not find equal sizes that are symbolic in a compiled graph.
         sizes = run.free, run.stream, run.length
         is_along = any(length == size for size in sizes)
-        if place > 0 and length == 1 or not is_along and any(length == size - self.gone for size in sizes):
-            return value                    # the same for all tokens, or reduced already by an earlier block
+        if place > 0 and length == 1:
+            return value                    # the same for all tokens
+        if not is_along and any(length == size - self.gone for size in sizes):      # reduced by an earlier block
+            return gathered(value, self.order(), place) if self.turned and place > 0 else value
         if not is_along or place > 0 and len(value) not in (1, batch):
-            if not run.routing.described and not is_along:
+            if not run.routing.is_described and not is_along:
                 return value                # of another kind in this call, as one time for each sample
             whose = dict(zip(sizes, ("the tokens that may be routed", "the blocks' stream", "the complete sequence"),
                              strict=True))
             lengths = [f"{length} long ({owner})" for length, owner in whose.items()]
             raise ValueError(f"{run.block}: {name} is {tuple(value.shape)}. Its axis {axis} must be "
                              f"{' or '.join(lengths)}, after an axis of {batch} samples or of size 1.")
-        index = self.places(length)
-        if place == 0:
-            return value[index]
-        # take_along_dim would make the sizes constants in a compiled graph.
-        before, behind = value.shape[1:place], value.shape[place + 1:]
-        index = index.view(batch, *[1] * (place - 1), -1, *[1] * len(behind)).expand(batch, *before, -1, *behind)
-        return value.expand(batch, *value.shape[1:]).gather(place, index)
+        return value[self.places(length)] if place == 0 else gathered(value, self.places(length), place)
 
     def rejoin(self, x: Tensor) -> Tensor:
         """Puts the tokens of a block's stream back among the routed ones."""
-        run, spec, away = self.run, self.run.block.spec, self.away
+        run, spec, away = self.run, self.run.block.spec, self.run.away[self.run.block.r]
         if spec is not run.routing.blocks[run.block.route.start_layer_idx].spec:
             # they were removed before other tokens, such as text, joined their sequence
             before = run.before if spec.joined else 0
@@ -171,50 +168,21 @@ class Kept:
         return run.routing.router.end_route(x, self.places(), away.to(x.dtype))
 
 
-def sample_by_sample(function: Callable, block: Block, taken: dict, batch: int, in_turn: bool = False) -> Any:
-    """Calls a block whose tables have no batch axis, so that each sample has its own rows of them.
-
-    `function` receives the arguments by name. `torch.func.vmap` hides the batch axis from the block. If it cannot, as
-    where a block contains a checkpoint, the samples are called in turn.
-    """
-    batched: list[Tensor] = []
-
-    def hide(value: Any, name: str | int, is_table: bool) -> Any:
-        if not isinstance(value, Tensor) or value.ndim == 0:
-            return value
-        if name in block.spec.split:
-            value = block.spec.split[name](value, batch)
-        elif len(value) != batch:
-            return value
-        elif not is_table:
-            value = value[:, None]
-        batched.append(value)
-        return Hidden(len(batched) - 1)
-
-    tables = dict(block.by_sample)
-    hidden = {name: type(value)(mapped(partial(hide, name=name, is_table=str(i) == tables[name]), v)
-                                for i, v in enumerate(value)) if tables.get(name) and isinstance(value, tuple | list)
-              else mapped(partial(hide, name=name, is_table=name in tables), value) for name, value in taken.items()}
-    def of_sample(*tensors: Tensor) -> Any:
-        return function({name: mapped(lambda v: tensors[v] if isinstance(v, Hidden) else v, value)
-                         for name, value in hidden.items()})
-
-    if batch == 1 or in_turn:
-        outs = [of_sample(*(value[b] for value in batched)) for b in range(batch)]
-        return joined(outs) if batch > 1 else outs[0]
-    out = torch.func.vmap(of_sample, randomness="different")(*batched)
-    return mapped(lambda value: value.flatten(0, 1) if isinstance(value, Tensor) else value, out)
+def gathered(value: Tensor, index: Tensor, axis: int) -> Tensor:
+    """Returns the rows of an index (B, n) along an axis of a tensor (B or 1, …)."""
+    # take_along_dim would make the sizes constants in a compiled graph.
+    before, behind = value.shape[1:axis], value.shape[axis + 1:]
+    index = index.view(len(index), *[1] * (axis - 1), -1, *[1] * len(behind)).expand(-1, *before, -1, *behind)
+    return value.expand(len(index), *value.shape[1:]).gather(axis, index)
 
 
 def joined(outs: list) -> Any:
     """Joins the outputs of single samples along the batch axis."""
+    if len(outs) == 1:
+        return outs[0]
     if isinstance(outs[0], tuple | list):
         return type(outs[0])(joined(list(parts)) for parts in zip(*outs, strict=True))
     return torch.cat(outs) if isinstance(outs[0], Tensor) else outs[0]
-
-
-class Hidden(int):
-    """The place of a tensor among those that vmap receives."""
 
 
 class Pass:
@@ -224,27 +192,29 @@ class Pass:
     stream, the block's stream does not contain it, but some of the block's tables cover the complete sequence.
     """
 
-    def __init__(self, routing: "Routing"):
+    def __init__(self, routing: "Routing", arguments: dict[str, Any]):
+        """Counts tokens from the network's arguments; raises ValueError for arguments that cannot be routed."""
         self.routing, self.last, self.has_gradient = routing, -1, torch.is_grad_enabled()
-        self.recomputes, self.is_held, self.without_network = False, False, True
-        # A number, one for each sample (B,), or positions in the sequence; None until a block's call determines it.
-        self.text: Any = None if routing.family.free else routing.keep
-        self.free = 0
-        self.keep_mask: Tensor | None = None    # (B, free) bool: these are kept
+        self.recomputes = self.is_pending = self.without_network = False
+        self.between = False                    # true after a block of a route, until the next one
+        self.block: Block | None = None         # the current one
+        self.has_all = False                    # true if its tokens are not reduced yet
         # By number of route. In a `Kept`, which refers to this pass, tensors would wait for the garbage collector.
         self.ids_keep: list[Tensor | None] = [None] * len(routing.routes)
-        self.away: dict[int, Tensor | None] = {}
-        # (length of a sequence, positions of the kept tokens, block). In a dict the length would be compiled in.
-        self.index: dict[int, list[tuple[int, Tensor, int]]] = {}
-        # For an argument's name and a list of blocks: its latest value, its version, what is kept of it, and the block.
-        self.along: dict[int, dict[tuple[str, str], tuple[Any, int, Any, int]]] = {}
-        # For a block and an argument: what an earlier block has kept of it, and which.
-        self.taken: dict[tuple[int, str], tuple[Any, int]] = {}
-        self.between = False                    # true after a block of a route, until the next one
-        self.block: Block | None = None         # the current one, and its arguments
-        self.given: dict[str | int, Any] = {}
+        self.away: dict[int, Tensor | None] = {}        # all tokens before a route's start
         # Numbers of tokens, with routed ones: in its stream, in the complete sequence; of text and others in front.
         self.stream, self.length, self.before, self.front = 0, 0, 0, 0
+        family, mask = routing.family, routing.options.keep_mask
+        for name in family.alone:
+            if arguments.get(name) not in (None, ()):
+                raise ValueError(f"{name} goes to blocks inside a route, past the routed tokens: call the network "
+                                 f"without {name}, or without routed().")
+        # A number, or one for each sample (B,); None until a block's call determines it.
+        self.text: Any = None if family.free else routing.options.keep or 0
+        if family.text:
+            self.text = family.text(routing.network, arguments)
+        self.free = family.free(arguments) if family.free else 0
+        self.keep_mask = mask(arguments) if callable(mask) else mask        # (B, free) bool: these are kept
 
     @property
     def trials(self) -> Trials | None:
@@ -256,36 +226,20 @@ class Pass:
         depth = len(self.routing.blocks)
         if block == depth and self.last == -1:
             raise ValueError(f"{type(self.routing.network).__name__} called none of its {depth} blocks in "
-                             f"{self.routing.blocks[0].spec.path}: it calls their parts, or other blocks. Name the "
-                             f"blocks that its forward calls.")
+                             f"{self.routing.blocks[0].spec.path}: name the blocks that its forward calls.")
         if block != self.last + 1:
             raise ValueError(f"After block {self.last} came {'the end' if block == depth else f'block {block}'}: a "
                              f"route needs each of the {depth} blocks once, from the first to the last.")
         self.last = block
 
-    def read_call(self, given: dict[str, Any]) -> None:
-        """Counts tokens from the network's arguments; raises ValueError for arguments that cannot be routed."""
-        family, mask = self.routing.family, self.routing.keep_mask
-        if self.trials:
-            self.trials.read_call(given)
-        for name in family.alone:
-            if given.get(name) not in (None, ()):
-                raise ValueError(f"{name} goes to blocks inside a route, past the routed tokens: call the network "
-                                 f"without {name}, or without routed().")
-        if family.text:
-            self.text = family.text(self.routing.network, given)
-        if family.free:
-            self.free = family.free(given)
-        self.keep_mask = mask(given) if callable(mask) else mask
-
-    def hold(self, output: Any, index: int) -> None:
-        """Lets the backward through an output say which pass it is; until its graph is freed, the pass is held."""
+    def mark(self, output: Any, index: int) -> None:
+        """Lets the backward through an output say which pass it is; until its graph is freed, the pass is pending."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or self.recomputes:
             return
 
         def hook(value: Any) -> None:
             if isinstance(value, Tensor) and value.grad_fn is not None:
-                self.routing.hold(self)
+                self.routing.wait_for(self)
                 value.register_hook(partial(BACKWARD.reach, self, index))
 
         mapped(hook, list(output.values()) if isinstance(output, Mapping) else output)
@@ -302,71 +256,56 @@ class Pass:
 
     def call(self, block: Block, forward: Callable, args: tuple, kwargs: dict) -> Any:
         """Calls a block, on a route only with the kept tokens; at the end of a route, returns all tokens."""
-        routing = self.routing
-
-        def with_arguments(given: dict, function: Callable = forward) -> Any:
-            return function(*[given[block.name_of(i)] for i in range(len(args))],
-                            **{name: given[name] for name in kwargs})
+        def by_name(arguments: dict, function: Callable = forward) -> Any:
+            return function(*[arguments[block.name_of(i)] for i in range(len(args))],
+                            **{name: arguments[name] for name in kwargs})
 
         self.block, self.between = block, False
-        given = {block.name_of(i): value for i, value in enumerate(args)} | kwargs
-        x = only_element(given.get(block.tokens))
+        arguments = {block.name_of(i): value for i, value in enumerate(args)} | kwargs
+        x = only_element(arguments.get(block.tokens))
         if block.index == 0 and not torch.compiler.is_compiling() and not self.recomputes and isinstance(x, Tensor) \
                 and x.grad_fn is not None:
             x.register_hook(BACKWARD.clear)
         if block.text is not None:
-            self.text = given[block.text].shape[1]
+            self.text = arguments[block.text].shape[1]
+        if self.trials:
+            self.trials.compare(self, x)
         if block.route is None:
-            if self.trials:
-                self.trials.compare(self, x)
             output = forward(*args, **kwargs)
             x = output[block.spec.out] if isinstance(output, tuple | list) else output
         else:
-            taken = self.enter(given, x, with_arguments)
+            kept = self.enter(arguments, x, by_name)
+            taken = kept.take()
             tokens = only_element(taken[block.tokens])
-            output = routing.feed(block, with_arguments, taken, len(tokens))
-            output, x = self.leave(tokens, output, given, taken)
+            output, x = self.leave(kept, tokens, block.call(by_name, taken, len(tokens)), taken)
         if self.trials:
             self.trials.leave(block, x)
-        self.hold(output, block.index)
+        self.mark(output, block.index)
         return output
 
-    def enter(self, given: dict, x: Any, with_arguments: Callable) -> dict:
-        """Returns a block's arguments for the kept tokens, which are sampled before the first block of its route."""
-        routing, block, trials = self.routing, self.block, self.trials
-        for name, value in given.items():
-            if isinstance(value, dict) and name not in block.known and holds_tensors(value):
-                raise ValueError(f"{block}: {name} holds {sorted(map(str, value))}, and it is not known which of them "
-                                 f"have a value per token: call the network without it, or name it in along=.")
+    def enter(self, arguments: dict, x: Any, by_name: Callable) -> Kept:
+        """Returns the tokens that a block on a route gets, which are sampled before the first block of the route."""
+        block = self.block
         if not isinstance(x, Tensor) or x.is_nested or x.ndim != 3:
             what = (type(x).__name__ if not isinstance(x, Tensor) else
                     "a nested tensor (set enable_nested_tensor=False)" if x.is_nested else tuple(x.shape))
             raise ValueError(f"{block}: {block.tokens} is {what}, but tokens (B, N, D) are routed: name their "
                              f"argument by family=Family((Blocks(path, tokens=),)).")
-        has_all = block.starts or block.spec.whole      # its tokens are not reduced yet
-        gone = 0 if has_all else self.free - self.ids_keep[block.r].shape[1]
-        self.measure(x.shape[1] + gone, given.get(block.front) or 0)
-        if trials:
-            trials.compare(self, x)
-            trials.check_batch(block, x)
+        self.has_all = block.starts or block.spec.whole
+        self.measure(x.shape[1] + (0 if self.has_all else self.free - self.ids_keep[block.r].shape[1]),
+                     arguments.get(block.front) or 0)
         if block.starts:
             self.sample_mask(x)
-        if routing.described and not self.recomputes:
-            self.check_named(given, x)
-        kept, self.given = Kept(self), given
-        if trials:
-            trials.try_block(kept, given, with_arguments)
-        if has_all:
-            x = routing.router.start_route(x, kept.places())
-            given = given | {block.tokens: [x] if isinstance(given[block.tokens], list) else x}
-        taken, self.given = kept.take(given), {}
-        return taken
+        if not self.recomputes:
+            self.check_named(arguments, x)
+        kept = Kept(self, arguments)
+        if self.trials:
+            self.trials.try_block(kept, by_name)
+        return kept
 
     def measure(self, length: int, front: int) -> None:
         """Records what the block's stream contains; `length` includes the routed tokens."""
         spec, has_stream = self.block.spec, self.block.text is not None
-        if isinstance(self.text, tuple):
-            self.text = sorted({range(length)[i] for i in self.text})
         if spec.joined and self.text is None:
             self.text = length - self.free
         self.stream, self.length, self.front = length, length + (self.text if has_stream else 0), front
@@ -377,34 +316,31 @@ class Pass:
         routing, block, (batch, length) = self.routing, self.block, x.shape[:2]
         if not routing.family.free:
             text = self.text if block.spec.joined else 0
-            self.free = length - self.front - (len(text) if isinstance(text, list) else
-                                               int(text.max()) if isinstance(text, Tensor) else text)
-        if self.free < 1:
-            raise ValueError(f"{block}: {length - self.free} of {length} tokens are never routed, so there are none to "
-                             f"route; see keep=. Tokens are (B, N, D), the second axis of {tuple(x.shape)}.")
-        noise, shape = routing.mask_noise, (batch, len(routing.routes), self.free)
-        if noise is not None and noise.shape != shape:
-            raise ValueError(f"mask_noise is {tuple(noise.shape)}, but it must be {shape}: {batch} samples, {shape[1]} "
-                             f"routes, and {self.free} tokens that may be routed.")
+            self.free = length - self.front - (int(text.max()) if isinstance(text, Tensor) else text)
+        if int(self.free * block.route.selection_ratio) < 1:
+            raise ValueError(f"{block}: {length - self.free} of {length} tokens are never routed, and of the others "
+                             f"too few to route any; see keep=. Tokens are (B, N, D), the second axis of "
+                             f"{tuple(x.shape)}.")
+        noise, shape = routing.options.mask_noise, (batch, len(routing.routes), self.free)
+        if noise is not None and (kind := kind_of(noise)) != f"torch.float32 {shape}":
+            raise ValueError(f"mask_noise is {kind}, but it must be torch.float32 {shape}: samples, routes, and tokens "
+                             f"that may be routed.")
         if routing.router.selection == "grid":
             routing.router.check(routing.routes, math.sqrt(self.free))
         ratio, noise = self.forced(x, None if noise is None else noise[:, block.r])
         free = routing.router.start_route(x.detach(), self.places(x, length))
         ids = routing.router.get_mask(free, ratio, noise)
         if self.ids_keep[block.r] is None:      # a recomputation samples only to repeat all operations
-            self.ids_keep[block.r], self.away[block.r], self.index[block.r], self.along[block.r] = ids, x, [], {}
+            self.ids_keep[block.r], self.away[block.r] = ids, x
 
     def forced(self, x: Tensor, noise: Tensor | None) -> tuple[float | Fraction, Tensor | None]:
         """Returns the ratio and the noise that keep the tokens of keep_mask; with grow, too many lower the ratio."""
         mask, ratio, options = self.keep_mask, self.block.route.selection_ratio, self.routing.options
-        if self.routing.keep_mask is None:
+        if options.keep_mask is None:
             return ratio, noise
-        if not isinstance(mask, Tensor):
-            raise ValueError(f"keep_mask is {type(mask).__name__}, but it must be a bool tensor (B, N), or a function "
-                             f"that returns one.")
-        if mask.dtype != torch.bool or mask.shape != (len(x), self.free):
-            raise ValueError(f"keep_mask is {mask.dtype} {tuple(mask.shape)}, but it must be torch.bool "
-                             f"{(len(x), self.free)}: {len(x)} samples, and {self.free} tokens that may be routed.")
+        if (kind := kind_of(mask)) != f"torch.bool {(len(x), self.free)}":
+            raise ValueError(f"keep_mask is {kind}, but it must be torch.bool {(len(x), self.free)}: samples, and "
+                             f"tokens that may be routed.")
         stay, most = self.free - int(self.free * ratio), mask.sum(dim=1).max()
         if options.grow:                    # on a GPU this waits
             ratio = Fraction(self.free - max(stay, int(most)), self.free)
@@ -418,61 +354,65 @@ class Pass:
 
     def places(self, like: Tensor, length: int) -> Tensor:
         """Returns the positions (B, n) of the tokens that may be routed, in a stream or sequence of `length`."""
-        if isinstance(self.text, list):
-            free = torch.tensor([[i for i in range(length) if i not in self.text]], device=like.device)
-        else:
-            before = self.before if length == self.length else 0
-            first = self.front + (before[:, None] if isinstance(before, Tensor) else before)
-            free = first + torch.arange(self.free, device=like.device)[None]
-        return free.expand(len(like), -1)
+        before = self.before if length == self.length else 0
+        first = self.front + (before[:, None] if isinstance(before, Tensor) else before)
+        return (first + torch.arange(self.free, device=like.device)[None]).expand(len(like), -1)
 
-    def check_named(self, given: dict[str | int, Any], x: Tensor) -> None:
-        """Raises ValueError for an unnamed value as long as the tokens, as a block might cut it to its own length."""
-        block, batch, width = self.block, len(x), x.shape[2]
+    def check_named(self, arguments: dict[str | int, Any], x: Tensor) -> None:
+        """Raises ValueError for an unnamed value as long as the tokens, as a block might cut it to its own length.
+
+        In networks of libraries, which are known, only dicts and masks of all pairs of tokens are refused.
+        """
+        block, batch, is_library = self.block, len(x), self.routing.is_library
         # A set, or `in`, would make sizes constants in a compiled graph.
         lengths = self.free, self.stream, self.stream - self.free + self.ids_keep[block.r].shape[1]
 
+        def refuse(name: Any, what: Any, how: str) -> None:
+            raise ValueError(f"{block}: {name} is {what}, as long as the tokens: {how}, or write along={{{name!r}: "
+                             f"None}} if it has no value per token.")
+
         def check(value: Any, name: Any) -> None:
-            if isinstance(value, int) and not isinstance(value, bool) and value in (self.free, self.stream):
-                raise ValueError(f"{block}: {name} is {value}, as many as the tokens. Write along={{{name!r}: fewer}} "
-                                 f"if it counts them (`from routed import fewer`), or along={{{name!r}: None}} if not.")
-            if not isinstance(value, Tensor) or value.ndim < 2:
-                return
-            sizes = value.shape[int(len(value) == batch):-1]
-            if value.ndim == 2 and len(value) == batch and value.shape[1] != width:         # a mask (B, N)
-                sizes = value.shape[1:]
-            if any(size == length for size in sizes for length in lengths):
-                how = (f"write along={{{name!r}: pairs}} (`from routed import pairs`)"
-                       if value.ndim > 2 and value.shape[-1] == value.shape[-2] else "name its axis in along=")
-                raise ValueError(f"{block}: {name} is {tuple(value.shape)}, as long as the tokens: {how}, or write "
-                                 f"along={{{name!r}: None}} if it has no value per token.")
+            if isinstance(value, int) and not isinstance(value, bool | Tensor):
+                if value in lengths[:2] and not is_library:
+                    refuse(name, value, f"write along={{{name!r}: fewer}} (`from routed import fewer`)")
+            elif isinstance(value, Tensor) and value.ndim > 1:
+                sizes = value.shape[int(len(value) == batch):-1]
+                if value.ndim == 2 and len(value) == batch and value.shape[1] != x.shape[2]:        # a mask (B, N)
+                    sizes = value.shape[1:]
+                is_pairs = any(value.shape[-1] == value.shape[-2] == length for length in lengths)
+                if any(size == length for size in sizes for length in lengths) and (is_pairs or not is_library):
+                    refuse(name, tuple(value.shape), f"write along={{{name!r}: pairs}} (`from routed import pairs`)"
+                           if is_pairs else "name its axis in along=")
 
-        for name in given.keys() - block.known:
-            mapped(partial(check, name=name), given[name])
+        for name in arguments.keys() - block.described:
+            if isinstance(arguments[name], dict) and holds_tensors(arguments[name]):
+                raise ValueError(f"{block}: {name} holds {sorted(map(str, arguments[name]))}, which may have values "
+                                 f"per token: call the network without it, or name it in along=.")
+            mapped(partial(check, name=name), arguments[name])
 
-    def leave(self, tokens: Tensor, output: Any, given: dict, taken: dict) -> tuple[Any, Tensor]:
+    def leave(self, kept: Kept, tokens: Tensor, output: Any, taken: dict) -> tuple[Any, Tensor]:
         """Returns the output of a block that got `tokens`, and the tokens in it; at a route's end, all tokens."""
         block, spec, several = self.block, self.block.spec, isinstance(output, tuple | list)
         x = output[spec.out] if several and len(output) > spec.out else output
-        handed = [] if torch.compiler.is_compiling() else [
-            (part, given[name]) for name, part in taken.items() if part is not given[name] and part is not tokens]
+        returned = [] if torch.compiler.is_compiling() else [
+            (part, kept.arguments[name]) for name, part in taken.items()
+            if part is not kept.arguments[name] and part is not tokens]
         streams = [part for part in output if isinstance(part, Tensor) and part.ndim == 3
-                   and all(part is not argument for argument, _ in handed)] if several else []
-        is_ambiguous = len(streams) > 1 and self.routing.described and block.text is None and spec.text is None
+                   and all(part is not argument for argument, _ in returned)] if several else []
+        is_ambiguous = len(streams) > 1 and self.routing.is_described and block.text is None and spec.text is None
         if is_ambiguous or not isinstance(x, Tensor) or x.shape[:2] != tokens.shape[:2]:
             what = (f"{len(streams)} streams, {[tuple(part.shape) for part in streams]}" if is_ambiguous else
                     tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__)
             raise ValueError(f"{block} gets tokens {tuple(tokens.shape)} and returns {what}: describe what is routed "
                              f"by family=Family((Blocks(path, tokens=, text=, out=),)).")
         self.between = not block.ends
-        if handed and several:              # an argument that a block hands on has all its rows again
-            output = type(output)(next((full for part, full in handed if part is value), value) for value in output)
+        if returned and several:            # an argument that a block returns has all its rows again
+            output = type(output)(next((full for part, full in returned if part is value), value) for value in output)
         if not (block.ends or spec.whole):
             return output, x
-        x = Kept(self).rejoin(x)
+        x = kept.rejoin(x)
         if block.ends and not self.recomputes:          # detached, because its graph refers to this pass
             self.away[block.r] = self.away[block.r].detach() if self.has_gradient else None
-            self.along[block.r].clear()
         return type(output)([*output[:spec.out], x, *output[spec.out + 1:]]) if several else x, x
 
 
@@ -494,7 +434,7 @@ class Options:
 
     blocks: str | nn.Module | None
     along: Mapping[str | int, Any] | None
-    keep: int | Iterable[int] | None
+    keep: int | None
     mask_noise: Tensor | None
     keep_mask: Tensor | Callable[..., Tensor] | None
     grow: bool
@@ -503,30 +443,28 @@ class Options:
     probe: bool
     ordered: bool
 
-    def __post_init__(self) -> None:
-        noise = self.mask_noise
-        if self.family is not None and (self.blocks, self.along, self.keep) != (None, None, None):
-            raise ValueError("blocks=, along= and keep= describe a network, as family= does: leave them out.")
-        if noise is not None and not (isinstance(noise, Tensor) and noise.is_floating_point()):
-            raise ValueError(f"mask_noise is {getattr(noise, 'dtype', type(noise).__name__)}, but it must be a tensor "
-                             f"of floats (B, routes, N).")
-
     def describe(self, network: nn.Module) -> Family:
         """Returns the description of a network: the user's, or the known one as along= and keep= correct it."""
-        families.check_refused(network)
+        if self.family is not None and (self.blocks, self.along, self.keep) != (None, None, None):
+            raise ValueError("blocks=, along= and keep= describe a network, as family= does: leave them out.")
+        if not isinstance(self.keep, int | None):
+            raise ValueError(f"keep={self.keep!r} must be a number of leading tokens: use keep_mask= for others.")
+        if (name := families.owner_of(network).__name__) in families.REFUSED:
+            raise ValueError(f"{name} cannot be routed exactly: {families.REFUSED[name]}.")
         if self.family is not None:
             return self.family
         along = dict(self.along or {})
         if self.blocks is not None:
             path = self.blocks if isinstance(self.blocks, str) else "blocks="
             return Family((Blocks(path, along, joined=True),), reads=families.encoder_depths)
-        family = family_of(network)
-        if self.keep is not None:
-            if family.text or family.free or any(spec.text is not None for spec in family.lists):
-                raise ValueError(f"keep= does not apply: in {type(network).__name__}, which is known, the tokens that "
-                                 f"are never routed are counted. Use keep_mask= for others.")
-            family = replace(family, lists=tuple(replace(spec, joined=True) for spec in family.lists))
-        return replace(family, lists=tuple(replace(spec, along={**spec.along, **along}) for spec in family.lists))
+        family = families.family_of(network)
+        if self.keep is not None and (family.text or family.free or any(spec.text is not None
+                                                                        for spec in family.lists)):
+            raise ValueError(f"keep= does not apply: in {type(network).__name__}, which is known, the tokens that "
+                             f"are never routed are counted. Use keep_mask= for others.")
+        return replace(family, lists=tuple(replace(
+            spec, along={**spec.along, **along}, joined=spec.joined or self.keep is not None)
+            for spec in family.lists))
 
 
 class Routing:
@@ -534,24 +472,25 @@ class Routing:
 
     def __init__(self, network: nn.Module, routes: list[Route], options: Options):
         self.network, self.options = network, options
-        self.mask_noise, self.keep_mask = options.mask_noise, options.keep_mask
         self.family = options.describe(network)
-        self.described = options.family is not None or options.blocks is not None       # by the user
-        keep = options.keep
-        self.keep = keep if isinstance(keep, int) else tuple(keep or ()) or 0  # how many are never routed, or which
+        self.is_described = options.family is not None or options.blocks is not None    # by the user
+        self.is_library = not self.is_described and families.library_row(network) is not None
         self.blocks: list[Block] = []
         for spec in self.family.lists:
             for module in options.blocks if isinstance(options.blocks, nn.Module) else spec.modules_of(network):
-                module = getattr(module, "_checkpoint_wrapped_module", module)
                 self.blocks.append(Block(len(self.blocks), module, spec))
         self.block_of = {block.module: block for block in self.blocks}
         if repeated := len(self.blocks) - len(self.block_of):
             raise ValueError(f"{repeated} of {len(self.blocks)} blocks repeat an earlier one, but a route needs "
                              f"blocks that are called once.")
-        known = {name for block in self.blocks for name in block.names[1:]}
-        if unknown := [key for key in options.along or () if isinstance(key, str) and key.partition(".")[0] not in known
-                       and not all(takes_any(block.inner) for block in self.blocks)]:
-            raise ValueError(f"along= names {unknown[0]!r}; besides tokens the blocks take {sorted(known)}.")
+        names = {name for block in self.blocks for name in block.names[1:]}
+        takes_any = any("**" in str(inspect.signature(plain_class(block.inner).forward)) for block in self.blocks)
+        if unknown := [key for key in options.along or () if isinstance(key, str) and key.partition(".")[0] not in names
+                       and not takes_any]:
+            raise ValueError(f"along= names {unknown[0]!r}; besides tokens the blocks take {sorted(names)}.")
+        if others := [route for route in routes if not isinstance(route, Route)]:
+            raise ValueError(f"{others[0]!r} is not a route: write Route(start_layer_idx, end_layer_idx, "
+                             f"selection_ratio), and Route(**part) for a dict.")
         self.routes = resolve_routes(routes, len(self.blocks))
         read = self.family.reads(network) if self.family.reads else {}
         for r, route in enumerate(self.routes):
@@ -559,59 +498,41 @@ class Routing:
                 raise ValueError(f"Route {route}: routed() returns tokens unchanged, so it does not support x_T, "
                                  f"x_D_last, return_from and path_drop.")
             span = range(route.start_layer_idx, route.end_layer_idx + 1) if route.selection_ratio > 0 else range(0)
-            for i in span[:-1]:
-                if i in read:
+            for i in span:
+                if i in read and i < span[-1]:
                     raise ValueError(f"Route {route}: the network reads all tokens after block {i} ({read[i]}={i + 1})."
                                      f" Start it at block {i + 1} or later, or end it at block {i} or earlier.")
-            for i in span:
                 self.blocks[i].put_on(route, r)
-        own = getattr(network, "router", None)
-        if isinstance(own, nn.Module):
+        router = getattr(network, "router", None)
+        if isinstance(router, nn.Module):
             raise ValueError("This network fuses its own route: call it with routes=net.routes instead.")
-        self.router = options.router or (own if isinstance(own, Router) else Router())
+        self.router = options.router or (router if isinstance(router, Router) else Router())
         self.arguments = argument_names(network)
-        self.defaults = {name: p.default for name, p in inspect.signature(own_class(network).forward).parameters.items()
-                         if p.default is not p.empty}
-        self.tried = TRIED.setdefault(network, {})
-        self.trials = Trials(self.tried, options.ordered) if options.probe else None
+        parts = inspect.signature(plain_class(network).forward).parameters.values()
+        self.defaults = {part.name: part.default for part in parts if part.default is not part.empty}
+        self.trials = Trials(TRIED.setdefault(network, {}), options.ordered) if options.probe else None
         self.kept = KeptTokens([None] * len(self.routes))
         self.modules = {network: None} | self.block_of
         self.thread = threading.get_ident()
-        self.open = False                       # until the `with` block ends
-        self.held = 0                           # passes through which a backward may still come
+        self.is_open, self.pauses = False, 0
+        self.pending = 0                        # passes through which a backward may still come
         self.active: Pass | None = None         # the pass whose blocks are being called
         self.latest: Pass | None = None
-
-    def feed(self, block: Block, function: Callable, taken: dict, batch: int, *call: Callable) -> Any:
-        """Calls a block with the arguments of kept tokens."""
-        if not block.by_sample:
-            return function(taken, *call)
-        in_turn = block.in_turn or ("in turn", block.spec.path) in self.tried
-        call_block = partial(sample_by_sample, lambda arguments: function(arguments, *call), block, taken, batch)
-        try:
-            return call_block(in_turn)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError:                    # as torch.func.vmap in eager code cannot call a compiled block
-            if in_turn or batch == 1 or torch.compiler.is_compiling():
-                raise
-            self.tried["in turn", block.spec.path] = None
-            return call_block(True)
 
     def is_here(self) -> bool:
         """True in the thread that routes, and in those of its backward."""
         run = BACKWARD.run()
         return threading.get_ident() == self.thread or run is not None and run.routing is self
 
-    def install(self) -> None:
-        self.open = True
+    def open(self) -> None:
+        self.is_open = True
         for module, block in self.modules.items():
             install(module, self, block)
 
     def close(self) -> None:
         """Ends the routing; a backward that comes later still finds the passes whose graphs live."""
         self.end()
-        self.open, self.active = False, None
+        self.is_open, self.active = False, None
         self.kept.trials = self.trials.rows if self.trials else []
         for module in self.modules:
             entry = entry_of(module)
@@ -619,84 +540,81 @@ class Routing:
                 entry.routing = None
         self.release()
 
-    def hold(self, run: Pass) -> None:
-        if not run.is_held:
-            run.is_held = True
-            self.held += 1
+    def wait_for(self, run: Pass) -> None:
+        """Keeps the modules routed until a pass is freed."""
+        if not run.is_pending:
+            run.is_pending = True
+            self.pending += 1
             weakref.finalize(run, Routing.let_go, self).atexit = False
 
     def let_go(self) -> None:
-        self.held -= 1
+        self.pending -= 1
         self.release()
 
     def release(self) -> None:
-        if not self.open and not self.held:
+        if not self.is_open and not self.pending:
             for module in self.modules:
                 uninstall(module)
-            self.held = -1
+            self.pending = -1
 
     @contextmanager
-    def suspended(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """Lets the network be dense for a while."""
-        entries = [(entry, entry.routing) for entry in map(entry_of, self.modules)]
+        self.pauses += 1
         try:
-            for entry, _ in entries:
-                entry.routing = None
             yield
         finally:
-            for entry, routing in entries:
-                entry.routing = routing
+            self.pauses -= 1
 
     def call(self, block: Block | None, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Calls the network (None) or a block of it in a forward pass; the network or block 0 begins the pass."""
-        if block is not None:
-            if block.index == 0 and self.active is None:
-                self.active = self.begin({})
-            elif self.active is None:
-                raise ValueError(f"Block {block.index} of {block.spec.path} is called outside of a pass. A backward "
-                                 f"inside routed() recomputes a block of an unknown pass: call backward of a dense "
-                                 f"pass outside, and set use_reentrant=False.")
-            run = self.active
-            run.advance(block.index)
-            if run.has_gradient and block.route is not None:
-                needs_gradient(str(block))
-            output = run.call(block, forward, args, kwargs)
-            if block.index == len(self.blocks) - 1 and run.without_network:
-                self.active = None
-            return output
+        if block is None:
+            return self.call_network(forward, args, kwargs)
+        if block.index == 0 and self.active is None:
+            self.active = self.begin({})
+            self.active.without_network = True
+        elif self.active is None:
+            raise ValueError(f"Block {block.index} of {block.spec.path} is called outside of a pass. A backward inside "
+                             f"routed() recomputes a block of an unknown pass: call backward of a dense pass outside, "
+                             f"and set use_reentrant=False.")
+        run = self.active
+        run.advance(block.index)
+        if run.has_gradient and block.route is not None:
+            needs_gradient(str(block))
+        output = run.call(block, forward, args, kwargs)
+        if block.index == len(self.blocks) - 1 and run.without_network:
+            self.active = None
+        return output
+
+    def call_network(self, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         if self.active is not None:             # its forward, inside of its call
             return forward(*args, **kwargs)
-        given = dict(zip(self.arguments, args, strict=False)) | kwargs
-        if any(isinstance(value, Tensor) and value.requires_grad for value in given.values()):
+        arguments = dict(zip(self.arguments, args, strict=False)) | kwargs
+        if any(isinstance(value, Tensor) and value.requires_grad for value in arguments.values()):
             needs_gradient("The network")
-        run = self.active = self.begin(self.defaults | given)
-        run.without_network = False
+        run = self.active = self.begin(self.defaults | arguments)
         thread, self.thread = self.thread, self.thread if torch.compiler.is_compiling() else threading.get_ident()
         try:
             output = forward(*args, **kwargs)
         finally:
             self.active, self.thread = None, thread
-        if self.trials:
-            self.trials.left, self.trials.inputs = None, set()
         run.advance(len(self.blocks))
-        if run.is_held:
-            run.hold(output, len(self.blocks))
+        if run.is_pending:
+            run.mark(output, len(self.blocks))
         return output
 
-    def begin(self, given: dict[str, Any]) -> Pass:
+    def begin(self, arguments: dict[str, Any]) -> Pass:
         """Begins a pass of the network with these arguments."""
         self.end()
-        self.latest = Pass(self)
+        self.latest = Pass(self, arguments)
         self.kept.ids_keep = self.latest.ids_keep
-        self.latest.read_call(given)
         return self.latest
 
     def end(self) -> None:
         """Ends the latest pass; one that failed detaches its routed tokens, whose graph would hold them for ever."""
         if self.trials:
-            self.trials.left, self.trials.inputs = None, set()
+            self.trials.forget()
         if self.latest is not None:
-            self.latest.given = {}
             self.latest.away = {r: away if away is None else away.detach() for r, away in self.latest.away.items()}
         self.latest = None
 
@@ -709,6 +627,10 @@ def needs_gradient(what: str) -> None:
                          f"input.")
 
 
+def kind_of(value: Any) -> str:
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
 def holds_tensors(value: Any) -> bool:
     """True if an argument holds anything but plain values."""
     if isinstance(value, Mapping | tuple | list):
@@ -716,53 +638,14 @@ def holds_tensors(value: Any) -> bool:
     return not isinstance(value, bool | int | float | str | None)
 
 
-def version_of(value: Any) -> int:
-    """Returns how often a tensor was changed in place, or 0 if torch does not count it."""
-    if torch.compiler.is_compiling() or not isinstance(value, Tensor) or value.is_inference():
-        return 0
-    return value._version
-
-
-def read_routes(routes: Iterable[Route | Mapping[str, Any]] | Mapping[str, Any]) -> list[Route]:
-    """Reads one route, or a list of routes or mappings, which may be in a config such as SimpleTuner's."""
-    if isinstance(routes, Mapping):
-        config = routes.get("tread_config", routes)
-        if not isinstance(config, Mapping) or "routes" not in config:
-            raise ValueError(f"The config has no routes: {'tread_config' if config is not routes else 'it'} is "
-                             f"{config!r}, and must be {{'routes': [{{…}}]}}.")
-        routes = config["routes"]
-    if not isinstance(routes, Route | Iterable) or isinstance(routes, str):
-        raise ValueError(f"routes is {routes!r}, and must be a list of Route, or of dicts with its keywords.")
-    return [read_route(route) for route in ([routes] if isinstance(routes, Route) else routes)]
-
-
-def read_route(route: Route | Mapping[str, Any]) -> Route:
-    """Reads a route or a mapping; raises ValueError with the key that is missing, unknown or of another type."""
-    if isinstance(route, Mapping):
-        needed, known = list(Route.__annotations__)[:3], list(Route.__annotations__)
-        if wrong := [f"no {key}" for key in needed if key not in route] + [
-                f"a key {key!r} that routes do not have" for key in route if key not in known]:
-            raise ValueError(f"Route {dict(route)} has {wrong[0]}: it needs {', '.join(needed)}, and may have "
-                             f"{', '.join(known[3:])}.")
-        route = Route(**route)
-    if not isinstance(route, Route):
-        raise ValueError(f"{route!r} is not a route: write Route(start_layer_idx, end_layer_idx, selection_ratio).")
-    for part in fields(Route):
-        value, kind = getattr(route, part.name), {int: Integral, float: Real}.get(part.type, part.type)
-        if not isinstance(value, kind) or isinstance(value, bool) and kind is not bool:
-            raise ValueError(f"A route has {part.name}={value!r}, which must be "
-                             f"{'a whole number' if kind is Integral else 'a number' if kind is Real else part.type}.")
-    return route
-
-
 @contextmanager
 def routed(
     model: nn.Module,                                   # alone, or inside DDP, torch.compile or PEFT
-    routes: Iterable[Route | Mapping] | Mapping,        # of this step; SimpleTuner's {"routes": [{…}]} works, too
+    routes: Iterable[Route],                            # of this step
     *,
     blocks: str | nn.Module | None = None,              # the list of blocks of a network that is not in FAMILIES
     along: Mapping[str | int, Any] | None = None,       # argument of a block, by name or number -> axis of the tokens
-    keep: int | Iterable[int] | None = None,            # how many tokens in front are never routed, or which
+    keep: int | None = None,                            # how many tokens in front are never routed
     mask_noise: Tensor | None = None,                   # (B, routes, N) over the N tokens that may be routed
     keep_mask: Tensor | Callable[..., Tensor] | None = None,    # (B, N) bool, or a function of the call's arguments
     grow: bool = True,                                  # raise K to the most tokens that keep_mask keeps in a sample
@@ -783,22 +666,19 @@ def routed(
     dense network. Raises ValueError, with the reason, for a network or a call that cannot be routed exactly, for a pass
     that does not reach the blocks, and on exit if there was no pass.
     """
-    network = network_of(model)
+    network = families.network_of(model)
     options = Options(blocks, along, keep, mask_noise, keep_mask, grow, router, family, probe, ordered)
-    routing = Routing(network, read_routes(routes), options)
+    routing = Routing(network, list(routes), options)
     entry = entry_of(network)
     other = entry.routing if entry is not None else None
     if not any(block.route for block in routing.blocks):     # dense: uses what was compiled without a route
-        if other is None:
+        with other.paused() if other is not None else nullcontext():
             yield routing.kept
-        else:
-            with other.suspended():
-                yield routing.kept
         return
     if other is not None:
         raise ValueError(f"{type(network).__name__} is routed already: pass all routes to one routed(), or [] for a "
                          f"dense pass inside of it.")
-    routing.install()
+    routing.open()
     try:
         yield routing.kept
         if routing.latest is None:
