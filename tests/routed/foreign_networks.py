@@ -10,11 +10,13 @@ from types import MethodType
 from typing import Any
 
 import diffusers
+import pytest
 import timm
 import torch
 import transformers
 from torch import Tensor, nn
 
+from routed import routed
 from routed.families import family_of
 
 BATCH, SIDE, TEXT, DEPTH = 3, 4, 5, 4
@@ -480,6 +482,31 @@ family = cache(example)
 
 
 def gradients(model):
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
-    return found
+    return grads
+
+
+def wrapped(model):
+    return any("_routed" in vars(module) and module._routed.routing is not None for module in model.modules())
+
+
+def refused(model, routes, call=lambda: None, **options):
+    """The message of the error that a network, its routes or a call of it raises."""
+    with pytest.raises(ValueError) as error, routed(model, routes, **options):
+        call()
+    assert not wrapped(model)
+    message = str(error.value)
+    del error                   # torch ends a checkpoint that broke off when its frame is freed
+    return message
+
+
+def noise_for(case, routes=1, seed=3):
+    return torch.rand(BATCH, routes, case.n, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_close(a, b, tolerance=3e-5):       # gradients are sums whose order differs
+    assert a.keys() == b.keys()
+    for name in a:
+        scale = max(1.0, float(b[name].abs().max()))
+        assert (a[name] - b[name]).abs().max() <= tolerance * scale, name

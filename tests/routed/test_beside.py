@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from foreign_networks import BATCH, example, gradients, randn
-from test_routed import FLUX, TWO, assert_as_if_given_only_them, assert_close, noise_for
+from foreign_networks import BATCH, assert_close, example, gradients, noise_for, randn
+from test_routed import FLUX, TWO, assert_as_if_given_only_them
 from torch import nn
 
 from routed import Route, routed

@@ -5,8 +5,8 @@ import re
 
 import pytest
 import torch
-from foreign_networks import BATCH, NETWORKS, K, N, family
-from test_routed import TWO, noise_for, refused
+from foreign_networks import BATCH, NETWORKS, K, N, family, noise_for, refused
+from test_routed import TWO
 from torch import nn
 
 from routed import Route, routed
@@ -73,10 +73,11 @@ def test_a_pass_that_stops_early_or_brings_a_mask_is_refused_by_every_way():
 
     def stopped():
         model.forward_intermediates(x, indices=[0], stop_early=True)
-    assert "After block 0 came the end" in refused(model, call=stopped)
-    assert "After block 0 came block 0" in refused(model, call=lambda: (stopped(), stopped()))
+    assert "After block 0 came the end" in refused(model, TWO, stopped)
+    assert "After block 0 came block 0" in refused(model, TWO, lambda: (stopped(), stopped()))
     for way in (model.forward_features, model.forward_intermediates):
-        assert "attn_mask relates" in refused(model, call=lambda way=way: way(x, attn_mask=torch.ones(N + 3, N + 3)))
+        assert "write along={'attn_mask': pairs}" in refused(
+            model, TWO, lambda way=way: way(x, attn_mask=torch.ones(N + 3, N + 3)))
 
 
 @pytest.mark.parametrize(("name", "says"), [
