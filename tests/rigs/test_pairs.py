@@ -21,7 +21,7 @@ import world
 import yaml
 from accelerate.state import AcceleratorState
 from conftest import PATIENCE, save_vae
-from forked import Life
+from forked import Life, ranks_of
 from PIL import Image
 from test_sharding import compile_quickly, fork, losses
 from torch.nn.functional import adaptive_avg_pool2d
@@ -33,6 +33,7 @@ from runtime import files
 pytestmark = [pytest.mark.rig, pytest.mark.timeout(0)]
 FACTORS = yaml.safe_load(Path(__file__).with_name("pairs.yaml").read_text())
 REFUSED = FACTORS.pop("refused")
+PORTS: list[str] = []  # of a row's commands
 
 
 def pairs_of(command: str) -> tuple[list[tuple], dict[tuple, str]]:
@@ -70,7 +71,7 @@ def covering(command: str) -> list[dict[str, str]]:
 def run(place: Path, command: str, *typed: str) -> None:
     """Runs a command as the first of its process, whose ranks meet at a port of their own."""
     AcceleratorState._reset_state(reset_partial_state=True)
-    os.environ["MASTER_PORT"] = str(int(os.environ.get("MASTER_PORT", 0)) + 1)
+    os.environ["MASTER_PORT"] = PORTS.pop() if PORTS else ""
     world.run(place, command, [*typed])
 
 
@@ -120,9 +121,9 @@ def prepare_latents(home: Path, typed: list[str], rank: int) -> None:
         assert_close(home / "one", home / "other", typed)
 
 
-def work(home: Path, row: dict[str, str]) -> None:
+def work(home: Path, row: dict[str, str], ports: list[str]) -> None:
     """Does a row's work on a rank; the main one writes how it ended into `<home>.txt`."""
-    rank, end = int(os.environ["RANK"]), "equal"
+    rank, end, PORTS[:] = int(os.environ["RANK"]), "equal", ports
     try:
         globals()[home.name.split("-")[1]](home, " ".join(row.values()).split(), rank)
     except SystemExit as stop:
@@ -189,7 +190,9 @@ def test_each_pair_of_choices_runs_and_is_the_same_resumed_and_on_two_ranks_or_i
     usual = {name: all_typed[0] for name, all_typed in FACTORS[command].items()}
     tries += [(place / f"new-{command}-alone-{i}", usual | dict(pair), words)
               for i, (pair, words) in enumerate(refused.items()) if ranks == 1]
-    fork(ranks, *(partial(work, home, row) for home, row, _ in tries), before=compile_quickly)
+    ports = [[ranks_of(2)[0]["MASTER_PORT"] for _ in range(3)] for _ in tries]
+    fork(ranks, *(partial(work, home, row, free) for (home, row, _), free in zip(tries, ports, strict=True)),
+         before=compile_quickly)
     failed = []
     for home, row, words in tries:
         said = home.with_suffix(".txt").read_text() if home.with_suffix(".txt").is_file() else "no end"
