@@ -33,11 +33,12 @@ from sampling.options import (
     parse_seeds,
 )
 from sampling.pictures import check_file, check_folder, write_grid, write_npz, write_pngs
+from training import speed
 from weights.loading import Trained
 
 # Settings that change at most the last bits of an image, or that the name already contains.
-NOT_IN_NAME = {"checkpoint", "weights", "out", "overwrite", "latents", "batch_size", "decode_batch_size", "tf32",
-               "cpu"}
+NOT_IN_NAME = {"checkpoint", "weights", "out", "overwrite", "latents", "batch_size", "decode_batch_size", "compile",
+               "tf32", "cpu"}
 
 
 class GridSettings(SamplingSettings):
@@ -78,9 +79,10 @@ def sample_all(
     state: PartialState, cfg: GridSettings, sampling: Sampling, seeds: list[int], guidance: Guidance | None,
 ) -> Iterator[Batch]:
     """Samples this rank's batches."""
+    net = sampling.trained.net
+    speed.compile_to_sample(net, guidance, cfg.compile, len(seeds), state.device)
     return generate(
-        state, sampling.trained.net, sampling.trained.diffusion, sampling.decode, seeds,
-        labels_of(seeds, sampling.classes),
+        state, net, sampling.trained.diffusion, sampling.decode, seeds, labels_of(seeds, sampling.classes),
         batch_size=cfg.batch_size, num_steps=cfg.num_steps, guidance=guidance, precision=cfg.precision,
         progress="sampling, guided" if guidance else "sampling", **sampling.sampler,
     )

@@ -265,7 +265,8 @@ def evaluate(run: Run) -> None:
             continue
         began = time.perf_counter()
         weights = describe_weights(str(run.folder), run.step, name, run.autoencoder, run.cfg.decode_precision,
-                                   run.latents.classes, run.model.num_classes, in_training=True)
+                                   run.latents.classes, run.model.num_classes, in_training=True,
+                                   compiled=run.scores_compiled)
         images = sampled_images(
             accelerator, run.averages[name], run.diffusion, run.decode, seeds, labels, outline=outline,
             batch_size=cfg.batch_size, num_steps=cfg.num_steps, precision=run.sampling_precision, weights=weights,
@@ -336,6 +337,9 @@ def main(cfg: TrainSettings) -> None:
     wrapped = speed.replicate(accelerator, recorded, sharded=cfg.sharding == "fsdp")
     run.optimizer = accelerator.prepare(run.optimizer)
     record_update(accelerator, run.optimizer, cfg.compile, cfg.grad_accum_steps)
+    for name in cfg.evaluate.weights if run.evaluator else ():
+        run.scores_compiled = speed.compile_to_sample(
+            run.averages[name], None, None if cfg.compile else False, cfg.evaluate.num_samples, device)
     stop = ranks.StopRequest(accelerator)
     for net in run.averages.values():
         net.register_forward_pre_hook(stop.end_sampling)

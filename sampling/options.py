@@ -106,6 +106,7 @@ class SamplingSettings(GuidanceSettings, WeightsSettings):
     precision: one_of(DTYPES)
     decode_precision: one_of(DTYPES)
     decode_batch_size: Count | None
+    compile: bool | None
     tf32: bool
     cpu: bool
 

@@ -23,7 +23,8 @@ AXES = {"images": "images seen", "seconds": "seconds of training", "flops": "tra
 # What two scores of one key may differ in: place in training, score, time, cost, and where they were computed.
 FREE = {"step", "images", "flops", "seconds", "finished", "value", "precision", "recall", "in_training", "study",
         "commit", "device", "torch", "batch_size", "processes", "multiply_adds_an_image", "source.step",
-        "source.checkpoint", "source.weights_sha256", "source.in_training", "source.evaluations", "extractor.weights"}
+        "source.checkpoint", "source.weights_sha256", "source.in_training", "source.compiled", "source.evaluations",
+        "extractor.weights"}
 FREE_GROUPS = ("versions.", "source.multiply_adds.")
 # In rows before November 2026 the seeds of a variant may have been scored by different exports of one network: a table
 # has them all, and a difference is of two scores by the same files.

@@ -86,6 +86,7 @@ class Run:
     lowest_loss: float = math.inf           # the lowest in any report
     seconds_paused: float = 0.0             # of saving, sampling and scoring since the last report
     reported_loss: float = 0.0              # the loss in the last report
+    scores_compiled: bool = False           # whether the averages that are scored are compiled
     lock: object = None                     # the main rank's lock on the folder, held until the process ends
 
     @property

@@ -13,6 +13,7 @@ from accelerate.utils import GradientAccumulationPlugin
 from torch import nn
 
 from dit import DiT
+from guidance import Guidance
 from runtime import ranks
 from runtime.device import check_device, require_plain_launch, set_float32
 from training.cuda_graphs import CUDA_GRAPHS
@@ -47,6 +48,22 @@ def compile_blocks(model: DiT, how: bool | str) -> None:
         mode = None if how is True else CUDA_GRAPHS.get(how, how)
         for block in model.blocks:
             block.forward = torch.compile(block.forward, dynamic=False, mode=mode)
+
+
+def compile_to_sample(
+    net: DiT, guidance: Guidance | None, how: bool | None, count: int, device: torch.device,
+) -> bool:
+    """Compiles the network that `count` images are sampled from, and that of a weak pass; returns whether it does.
+
+    None compiles where that pays, as it takes a minute: on a GPU, for more than 1,000 images, and unless the ratios of
+    tokens change from step to step, as each number of tokens is a graph.
+    """
+    if how is None:
+        scheduled = guidance is not None and tuple in (type(guidance.gamma1), type(guidance.gamma2))
+        how = device.type == "cuda" and count > 1000 and not scheduled
+    for network in filter(None, (net, guidance and guidance.net2)):
+        compile_blocks(network, how)
+    return how
 
 
 def replicate(accelerator: Accelerator, objective: nn.Module, sharded: bool = False) -> nn.Module:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import forked
 import numpy as np
@@ -18,15 +19,18 @@ from safetensors.torch import save_file
 from training_runs import wait_until, write_run
 
 from dit import DiT_models
-from edm import DDPM
+from edm import DDPM, EDM
 from guidance import Guidance
+from rf import RF
 from runtime import files
 from sample import main
 from sampling.generate import generate
 from sampling.options import labels_of, parse_classes, parse_range
 from sampling.pictures import draw_grid
+from training import speed
 from weights import checkpoint as checkpoints
 from weights.loading import load_trained
+from weights.records import build_network
 
 NETWORK = dict(input_size=8, patch_size=2, in_channels=3, hidden_size=32, depth=3, num_heads=2, num_classes=4,
                routes=[dict(selection_ratio=0.5, start_layer_idx=1, end_layer_idx=1)], init="xavier")
@@ -66,6 +70,44 @@ def test_an_image_depends_neither_on_its_batch_nor_on_torchs_generator(run, opti
     bf16 = draw(trained, seeds, labels, 7, precision="bf16", **options)
     assert 1e-4 < (images - bf16).abs().mean() / images.std() < 0.02
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(("diffusion", "guidance", "count"), [
+    (EDM(), None, 1), (RF(), dict(scale=2), 1),                             # both passes are one batch
+    (EDM(), dict(scale=2, interval=(0.4, 100)), 2), (RF(), dict(scale=2, interval=(0.4, 1)), 2),    # of two sizes
+    (EDM(), dict(scale=2, gamma1=0.25, gamma2=0.75), 3),                    # 16, 12 and 4 tokens
+    (RF(), dict(scale=2, gamma1=0.25, gamma2=0.75, drop_label=False), 3),   # sample_tread's
+    (EDM(), dict(scale=2, net2=dict(hidden_size=16, depth=2)), 2),          # of two networks
+    (EDM(), dict(scale=2, net2=dict(hidden_size=16), gamma2=0.5), 3),
+])
+def test_each_shape_is_one_graph_whose_images_are_those_of_the_plain_network(diffusion, guidance, count, graphs):
+    net, weak = (build_network(NETWORK | changes) for changes in ({}, (guidance or {}).get("net2", {})))
+    guidance = guidance and Guidance(**guidance | ({"net2": weak} if "net2" in guidance else {}))
+    trained, options = SimpleNamespace(net=net, diffusion=diffusion), dict(guidance=guidance)
+    seeds = list(range(5))  # three batches, the last one padded
+    plain = draw(trained, seeds, [0, 1, 2, 3, 0], 2, **options)
+    assert speed.compile_to_sample(net, guidance, True, 5, torch.device("cpu"))
+    assert torch.allclose(draw(trained, seeds, [0, 1, 2, 3, 0], 2, **options), plain, atol=1e-5)
+    assert graphs.frame_count == count
+
+
+@pytest.mark.parametrize(("asked", "count", "device", "guidance", "compiles"), [
+    (None, 1001, "cuda", None, True), (None, 1000, "cuda", None, False), (None, 10**5, "cpu", None, False),
+    (None, 10**5, "cuda", Guidance(2, gamma2=(0.0, 0.5)), False), (False, 10**5, "cuda", None, False),
+    (True, 1, "cpu", Guidance(2, gamma2=(0.0, 0.5)), True),
+])
+def test_sampling_compiles_by_itself_where_it_pays(asked, count, device, guidance, compiles, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(speed, "compile_blocks", lambda net, how: compiled.append((net, how)))
+    assert speed.compile_to_sample("net", guidance, asked, count, torch.device(device)) is compiles
+    assert compiled == [("net", compiles)]
+
+
+def test_a_folder_of_pictures_that_inductor_compiled_is_within_a_level_of_the_plain_ones(run, tmp_path):
+    for name, options in (("plain", []), ("compiled", ["compile=true"])):
+        sample(run, tmp_path / f"{name}.npz", "seeds=0-6", "batch_size=4", *options, num_steps=4)
+    plain, compiled = (np.load(tmp_path / f"{name}.npz")["arr_0"].astype(int) for name in ("plain", "compiled"))
+    assert np.abs(plain - compiled).max() <= 1 and plain.std() > 1
 
 
 def test_grids_of_other_settings_lie_side_by_side_and_none_replaces_a_picture_of_others(run, tmp_path):
