@@ -141,16 +141,19 @@ class Autoencoder:
     def decode(self, latents: torch.Tensor, strict: bool = False) -> torch.Tensor:
         """Maps latents (B,C,h,w) to uint8 images (B,H,W,3), a part of the batch at a time.
 
-        Pixels that are not finite become black, or with `strict` raise ValueError.
+        Pixels that are not finite become black. With `strict` these or such latents raise ValueError, which waits for
+        the device once.
         """
         per_image = latents.shape[2] * latents.shape[3] * self.downsample**2
         size, images = self.decode_batch_size or max(1, PIXELS_AT_ONCE // per_image), []
+        finite = [latents.isfinite().all()]
         for piece in latents.to(self.device).float().split(size):
             pixels = self._decode(self.convention.raw(piece))
-            if strict and not pixels.isfinite().all():
-                raise ValueError(f"autoencoder={self.name} decodes these latents to pixels that are not finite: set "
-                                 f"decode_precision=fp32 or bf16, or choose another checkpoint.")
+            finite.append(pixels.isfinite().all().to(latents.device))
             images.append(self.convention.images(pixels))
+        if strict and not torch.stack(finite).all():
+            raise ValueError(f"autoencoder={self.name} decodes these latents to pixels that are not finite: set "
+                             f"decode_precision=fp32 or bf16, or choose another checkpoint.")
         return torch.cat(images)
 
 

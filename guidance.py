@@ -159,7 +159,10 @@ def mask_noise_from(noise: Tensor) -> Callable[[int, int, int], Tensor]:
     def mask_noise_at(step: int, num_routes: int, num_tokens: int) -> Tensor:
         generators = [torch.Generator().manual_seed(1000 * seed + step) for seed in seeds()]
         rows = [torch.rand(num_routes, num_tokens, generator=generator) for generator in generators]
-        return torch.stack(rows).to(noise.device)
+        mask_noise = torch.stack(rows)
+        if noise.is_cuda:  # or each step would wait for the device
+            return mask_noise.pin_memory().to(noise.device, non_blocking=True)
+        return mask_noise.to(noise.device)
 
     return mask_noise_at
 

@@ -24,14 +24,7 @@ from runtime.device import join_ranks
 from runtime.schema import CONFIGS, Location, Selection, as_text, name_of_changes, refuse
 from sampling.generate import SAMPLING_VERSION, Batch, gathered, generate, sampling_cost
 from sampling.opening import Sampling, open_sampling
-from sampling.options import (
-    GRID_CLASSES,
-    GuidanceSettings,
-    SamplingSettings,
-    check_guided,
-    labels_of,
-    parse_seeds,
-)
+from sampling.options import GRID_CLASSES, GuidanceSettings, SamplingSettings, check_guided, labels_of, parse_seeds
 from sampling.pictures import check_file, check_folder, write_grid, write_npz, write_pngs
 from training import speed
 from weights.loading import Trained
@@ -114,7 +107,8 @@ def check_settings(cfg: SampleSettings, cli_overrides: Mapping[str, str]) -> Sam
     if cfg.latents:
         refuse(cli_overrides, "autoencoder", "decode_precision", "decode_batch_size",
                why="latents=true decodes nothing")
-    return check_guided(cfg, cli_overrides)
+    check_guided(cfg, cli_overrides)
+    return cfg
 
 
 @command("sample", SampleSettings, check=check_settings)
@@ -151,7 +145,8 @@ def check_grid(cfg: GridSettings, cli_overrides: Mapping[str, str]) -> GridSetti
     """Returns the settings; raises ValueError for some that do not go together."""
     if cfg.out and Path(cfg.out).suffix != ".png":
         raise ValueError(f"out={cfg.out} is not a .png; python sample.py writes npz files and folders.")
-    return check_guided(cfg, cli_overrides)
+    check_guided(cfg, cli_overrides)
+    return cfg
 
 
 @command("rf", GridSettings, check=check_grid)

@@ -16,11 +16,11 @@ from edm import EDM
 from guidance import Guidance
 from rf import RF
 from routing_module import Route
-from runtime.device import DTYPES
+from runtime.device import DTYPES, upload
 
 SAMPLING_VERSION = 1  # a change of the images of the same seeds increments it: tests/test_versions.py
 
-# Seeds (B,) int64, labels (B,) int64, images (B, H, W, 3) uint8; or latents (B, C, h, w) float32, not decoded.
+# On the host seeds (B,) int64 and labels (B,) int64; images (B, H, W, 3) uint8, or latents (B, C, h, w) float32.
 Batch = tuple[Tensor, Tensor, Tensor]
 
 
@@ -67,7 +67,7 @@ class SeededNoise:
 
     def randn(self, shape: tuple[int, ...]) -> Tensor:
         """Samples float32 unit noise (B, *shape)."""
-        return torch.stack([torch.randn(shape, generator=g) for g in self.generators]).to(self.device)
+        return upload(torch.stack([torch.randn(shape, generator=g) for g in self.generators]), self.device)
 
     def randn_like(self, x: Tensor) -> Tensor:
         return self.randn(x.shape[1:]).to(x.dtype)
@@ -101,13 +101,14 @@ def generate(
         first = start + batch_size * state.process_index
         sampled = seeds[first : first + batch_size]
         pad = batch_size - len(sampled)
-        y = torch.tensor(labels[first : first + batch_size] + [labels[0]] * pad, device=device)
+        batch_labels = torch.tensor(labels[first : first + batch_size] + [labels[0]] * pad)
+        y = upload(batch_labels, device)
         noise = SeededNoise(sampled + [seeds[0]] * pad, device)
         unit = noise.randn((net.in_channels, net.input_size, net.input_size))
         with torch.autocast(unit.device.type, DTYPES.get(precision), enabled=precision != "fp32"):
             latents = diffusion.sample(net, unit, y, num_steps=num_steps, guidance=guidance,
                                        randn_like=noise.randn_like, **sampler)
-        yield torch.tensor(sampled + [-1] * pad, device=device), y, decode(latents)
+        yield torch.tensor(sampled + [-1] * pad), batch_labels, decode(latents)
         bar.update(min(batch_size * state.num_processes, len(seeds) - start))
     bar.close()
 
@@ -116,6 +117,6 @@ def gathered(state: PartialState, batches: Iterable[Batch]) -> Iterator[Batch]:
     """Gathers all ranks' batches on every rank's CPU, in the order of the seeds and without the copies."""
     for batch in batches:
         seeds, labels, images = (
-            (gather(part.contiguous()) if state.num_processes > 1 else part).cpu() for part in batch)
+            (gather(part.to(state.device).contiguous()) if state.num_processes > 1 else part).cpu() for part in batch)
         real = seeds >= 0
         yield seeds[real], labels[real], images[real]

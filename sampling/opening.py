@@ -63,7 +63,11 @@ def open_sampling(
         side = net.input_size * decoder.downsample
 
         def decode(latents: Tensor) -> Tensor:
-            return decoder.decode(finite(latents), strict=True)
+            try:
+                return decoder.decode(latents, strict=True)
+            except ValueError:
+                finite(latents)  # the reason may be the latents
+                raise
 
     return Sampling(trained, sampler, guidance, guidance_record, classes, decode, side)
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal
 
 import torch
 from omegaconf import OmegaConf
@@ -10,23 +10,9 @@ from pydantic import Field
 
 from guidance import Guidance, ends
 from routing_module import Route
+from runtime import schema
 from runtime.device import DTYPES
-from runtime.schema import (
-    CONFIGS,
-    Count,
-    Fraction,
-    Location,
-    Number,
-    Selection,
-    Settings,
-    Size,
-    Steps,
-    Text,
-    one_of,
-    read,
-    refuse,
-)
-from sampling.checks import LIMITS, check_interval
+from sampling.checks import check_interval
 from weights.foreign import FAMILIES
 from weights.loading import Checkpoint, Trained, load_trained, other_data
 from weights.records import keywords
@@ -37,58 +23,63 @@ GRID_CLASSES = 10  # a grid shows at most this many classes unless some are name
 # ---- declared -------------------------------------------------------------------------------------------------------
 
 
-def in_range_of(name: str) -> type:
-    """Declares a number in the range of a sampler's setting, or null."""
-    low, high = LIMITS[name]
+def between(low: float, high: float) -> type:
+    """Declares a number in a range, or null."""
     return Annotated[float, Field(ge=low, le=high)] | None
 
 
-class SamplerSettings(Settings):
+Level = between(1e-6, 1e6)  # of noise: its squares and roots fit float32
+
+
+class SamplerSettings(schema.Settings):
     """A diffusion's sampler; null: its own value. EDM's are in arXiv 2206.00364, Algorithm 2."""
 
-    sigma_min: in_range_of("sigma_min") = None
-    sigma_max: in_range_of("sigma_max") = None
-    rho: in_range_of("rho") = None
-    S_churn: in_range_of("S_churn") = None
-    S_min: in_range_of("S_min") = None
-    S_max: in_range_of("S_max") = None
-    S_noise: in_range_of("S_noise") = None
+    sigma_min: Level = None
+    sigma_max: Level = None
+    rho: between(0.1, 100) = None
+    S_churn: between(0, 1e6) = None
+    S_min: between(0, 1e6) = None
+    S_max: between(0, math.inf) = None
+    S_noise: between(0, 1e6) = None
     solver: Literal["euler", "heun", "euler_maruyama", "ancestral"] | None = None
-    shift: in_range_of("shift") | Literal["size"] = None
+    # A shift below 1 is LightningDiT's, whose time runs the other way.
+    shift: between(1, 100) | Literal["size"] = None
 
 
-Gamma = Fraction | Annotated[tuple[Fraction, Fraction], Field(strict=False)]  # a number, or a cosine's first and last
-Pair = Annotated[tuple[Number, Annotated[float, Field(ge=0)]], Field(strict=False)]
+# A number, or a cosine's first and last.
+Gamma = schema.Fraction | Annotated[tuple[schema.Fraction, schema.Fraction], Field(strict=False)]
+Pair = Annotated[tuple[schema.Number, Annotated[float, Field(ge=0)]], Field(strict=False)]
 # The blocks where tokens are routed and rejoin; gamma1 and gamma2 are the ratios.
 GuidanceRoute = keywords(Route, selection_ratio=None, x_T=None, x_D_last=None, path_drop=None, drop_batch=None)
 
 
-class GuidanceSettings(Settings):
+class GuidanceSettings(schema.Settings):
     """The keys of configs/guidance, which a command has at its top level."""
 
-    scale: Number | None
+    scale: schema.Number | None
     gamma1: Gamma
     gamma2: Gamma
     drop_label: bool
-    weak: Location | None
+    weak: schema.Location | None
     interval: Pair | None
     routes: list[GuidanceRoute] | None
-    channels: Size | None
+    channels: schema.Size | None
 
 
-NO_GUIDANCE = read(GuidanceSettings, OmegaConf.to_container(OmegaConf.load(CONFIGS / "guidance/none.yaml")))
+NO_GUIDANCE = schema.read(
+    GuidanceSettings, OmegaConf.to_container(OmegaConf.load(schema.CONFIGS / "guidance/none.yaml")))
 
 
-class WeightsSettings(Settings):
+class WeightsSettings(schema.Settings):
     """Which weights to load, and what their file may not record."""
 
-    checkpoint: Location | None
-    weights: Text | None
-    diffusion_name: one_of(FAMILIES) | None
-    num_heads: Size | None
-    num_classes: Size | None
-    input_size: Size | None
-    autoencoder: Location | None
+    checkpoint: schema.Location | None
+    weights: schema.Text | None
+    diffusion_name: schema.one_of(FAMILIES) | None
+    num_heads: schema.Size | None
+    num_classes: schema.Size | None
+    input_size: schema.Size | None
+    autoencoder: schema.Location | None
 
     def load(self, checkpoint: Checkpoint | None = None, device: torch.device | str = "cpu") -> Trained:
         """Loads the network that the settings name, or the checkpoint at that place."""
@@ -99,13 +90,13 @@ class WeightsSettings(Settings):
 class SamplingSettings(GuidanceSettings, WeightsSettings):
     """configs/sampling.yaml, which every command that samples has."""
 
-    classes: Selection | None
-    num_steps: Steps
+    classes: schema.Selection | None
+    num_steps: schema.Steps
     sampler: SamplerSettings
-    batch_size: Count
-    precision: one_of(DTYPES)
-    decode_precision: one_of(DTYPES)
-    decode_batch_size: Count | None
+    batch_size: schema.Count
+    precision: schema.one_of(DTYPES)
+    decode_precision: schema.one_of(DTYPES)
+    decode_batch_size: schema.Count | None
     compile: bool | None
     tf32: bool
     cpu: bool
@@ -118,15 +109,11 @@ class SamplingSettings(GuidanceSettings, WeightsSettings):
 # ---- read -----------------------------------------------------------------------------------------------------------
 
 
-Guided = TypeVar("Guided", bound=GuidanceSettings)
-
-
-def check_guided(settings: Guided, cli_overrides: Mapping[str, str]) -> Guided:
-    """Returns the settings; raises ValueError for some of guidance that are typed without a scale."""
+def check_guided(settings: GuidanceSettings, cli_overrides: Mapping[str, str]) -> None:
+    """Raises ValueError for settings of guidance that are typed without a scale."""
     if settings.scale is None:
         changed = [name for name, plain in NO_GUIDANCE if getattr(settings, name) != plain]
-        refuse(cli_overrides, "guidance", *changed, why="nothing is guided without a scale; give scale=1.5")
-    return settings
+        schema.refuse(cli_overrides, "guidance", *changed, why="nothing is guided without a scale; give scale=1.5")
 
 
 def build_guidance(

@@ -11,6 +11,8 @@ import torch
 from scipy.linalg.lapack import dpstrf
 from torch import Tensor
 
+from runtime.device import upload
+
 SPLIT = 5000        # images of one Inception Score; the score of a set is the mean over its splits
 NEIGHBOUR = 3       # precision and recall: a ball reaches the third nearest neighbour
 BLOCK = 10000       # rows and columns of distances that ADM's evaluator computes in one piece
@@ -29,13 +31,13 @@ class Moments:
     """
 
     def __init__(self, size: int, device: torch.device | str = "cpu"):
-        self.count = torch.zeros((), dtype=torch.float64, device=device)
+        self.count = 0
         self.shift, self.sum = torch.zeros((2, size), dtype=torch.float64, device=device)
         self.outer = torch.zeros((size, size), dtype=torch.float64, device=device)
 
     def add(self, features: Tensor) -> None:
         features = features.to(self.sum.device, torch.float64)
-        if self.count == 0:
+        if not self.count:
             self.shift = features.mean(0)
         centred = features - self.shift
         self.count += len(centred)
@@ -44,12 +46,12 @@ class Moments:
 
     def merge(self, summed: OverRanks) -> None:
         """Replaces each rank's moments by those of all ranks' features together."""
-        count, total = (summed(value) for value in (self.count.clone(), self.sum + self.count * self.shift))
+        count, total = summed(self.sum.new_tensor(self.count)), summed(self.sum + self.count * self.shift)
         mean = total / count
         to_mean = mean - self.shift  # the same sums, about the mean of all
         cross = torch.outer(self.sum, to_mean)
         outer = self.outer - cross - cross.T + self.count * torch.outer(to_mean, to_mean)
-        self.count, self.shift, self.sum, self.outer = count, mean, torch.zeros_like(mean), summed(outer)
+        self.count, self.shift, self.sum, self.outer = int(count), mean, torch.zeros_like(mean), summed(outer)
 
     def mean_and_covariance(self) -> tuple[Tensor, Tensor]:
         """Returns mu (D,) and the unbiased sigma (D, D) of two images or more."""
@@ -67,7 +69,7 @@ class ScoreSums:
     def add(self, indices: Tensor, probs: Tensor) -> None:
         p = probs.to(self.sums.device, torch.float64)
         rows = torch.cat([torch.ones_like(p[:, :1]), torch.special.entr(p).neg().sum(1, keepdim=True), p], dim=1)
-        self.sums.index_add_(0, indices.to(p.device) // SPLIT, rows)
+        self.sums.index_add_(0, upload(indices // SPLIT, p.device), rows)
 
     def merge(self, summed: OverRanks) -> None:
         self.sums = summed(self.sums)
@@ -207,11 +209,8 @@ def precision_recall(
     """Computes the fraction of images in the reference's balls, and of the reference in the images' balls.
 
     Features are (N, D) and (M, D) float32 on one device; a ball reaches the third nearest neighbour in its own set
-    (Kynkäänniemi et al., arXiv 1904.06991). Raises ValueError for sets too small to have a third neighbour.
+    (Kynkäänniemi et al., arXiv 1904.06991). Both sets need a third neighbour.
     """
-    if min(len(reference), len(images)) <= NEIGHBOUR:
-        raise ValueError(f"Precision and recall use the {NEIGHBOUR} nearest neighbours: {len(reference)} reference "
-                         f"images and {len(images)} images to score are too few.")
     with exact_float32():
         reference_radii, image_radii = radii(reference, measure), radii(images, measure)
         within_images = torch.zeros(len(reference), dtype=torch.bool, device=reference.device)

@@ -1,6 +1,5 @@
 """Flow matching against closed forms: exact velocities, exact samples, and the published sampler in a few lines."""
 
-import copy
 import json
 
 import pytest
@@ -95,15 +94,6 @@ def test_samplers_converge_at_their_order_to_the_flow_of_a_gaussian(solver, orde
     ratios = [first / second for first, second in zip(errors, errors[1:], strict=False)]
     assert errors[-1] < 0.05 * std and ratios[-1] == pytest.approx(2**order, rel=0.15), ratios
     assert abs(ratios[-1] - 2**order) < abs(ratios[0] - 2**order), "the ratio approaches its limit"
-
-
-def test_tread_guidance_without_a_difference_is_the_plain_sample_bit_for_bit():
-    net, (noise, y) = small_dit(), noise_and_labels()
-    plain = RF().sample(net, noise, y, num_steps=4)
-    assert torch.equal(sample_tread(net, 0.0, net, 0.0, noise, y, num_steps=4), plain)
-    assert torch.equal(sample_tread(net, 0.0, copy.deepcopy(net), 0.0, noise, y, num_steps=4), plain)
-    assert torch.equal(sample_tread(net, 0.0, net, 0.7, noise, y, num_steps=4, scale=1), plain)
-    assert not torch.allclose(sample_tread(net, 0.0, net, 0.7, noise, y, num_steps=4), plain, atol=1e-3)
 
 
 def test_the_sde_samples_the_distribution_of_the_data():
