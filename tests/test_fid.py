@@ -604,7 +604,7 @@ scoring.score.extract, sys.argv = dying, {arguments}
 def test_a_score_that_is_killed_leaves_no_row_and_the_next_life_those_of_an_undisturbed_one(
         tmp_path, run_folder, reference_npz, shapes, pixel_reference):
     def rows(path):
-        return [{key: row[key] for key in ("metrics", "images")} | {"of": row["source"]["guidance"]}
+        return [(row["metrics"], row["images"], row["source"]["weights"], row["source"]["step"])
                 for row in files.read_rows(path)]
 
     def kill(program, at, arguments):
@@ -619,11 +619,13 @@ def test_a_score_that_is_killed_leaves_no_row_and_the_next_life_those_of_an_undi
 
     training = ("steps=2", "checkpoint.every=1", "model.depth=3", "model.routes=[]", "cpu=true", "compile=false",
                 "evaluate.every=2", f"evaluate.reference={pixel_reference}", "evaluate.num_samples=6",
-                "evaluate.num_steps=1", "evaluate.batch_size=2", "evaluate.guidance_scales=[null,1.5]")
+                "evaluate.num_steps=1", "evaluate.batch_size=2", "evaluate.guidance_scales=[1.5]",
+                "ema.decay=[0.99,0.9]", "evaluate.weights=[ema,ema-0.9]")
     kill("train", 6 + 3 + 2, training_runs.command(tmp_path / "killed", shapes, *training))  # in the last score
     assert len(rows(tmp_path / "killed/results.jsonl")) == 3
-    for name in ("killed", "undisturbed"):
-        training_runs.trained(tmp_path / name, shapes, *training)
+    lines = [training_runs.trained(tmp_path / name, shapes, *training) for name in ("killed", "undisturbed")]
+    assert all(f"of 6 images, {name}_1_steps_guided_1.5, in" in lines[1] for name in ("ema", "ema-0.9"))
+    assert "step 2  ema_1_steps_guided_1.5 has been scored before" in lines[0]
     assert rows(tmp_path / "killed/results.jsonl") == rows(tmp_path / "undisturbed/results.jsonl")
 
 
