@@ -12,6 +12,7 @@ esac
 data=data/shapes16 reference=data/shapes16-pixels.npz run=runs/quickstart-$model
 
 export TQDM_DELAY=8      # seconds: work that is shorter shows no bar, so training's is the only one
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}   # threads that spin while they wait are slow beside busy processes
 if [ ! -f $data/metadata.json ]; then
     printf '1/3  Draws 6,000 shapes to train on: seconds.\n'
     python scripts/prepare_latents.py source=shapes resolution=16 autoencoder=identity out=$data | sed '/^next:/d'
