@@ -44,6 +44,8 @@ def compile_blocks(model: DiT, how: bool | str) -> None:
     torch._dynamo.config.recompile_limit = 64
     # Otherwise torch splits blocks where DDP's buckets end, to send gradients earlier. Blocks are short enough.
     torch._dynamo.config.optimize_ddp = False
+    # On a CPU, GELU's tanh takes a tenth of a step less as exponentials than by the compiler's default.
+    torch._inductor.config.cpp.use_decompose_tanh = True
     if how:
         mode = None if how is True else CUDA_GRAPHS.get(how, how)
         for block in model.blocks:
