@@ -277,7 +277,15 @@ class Pass:
             kept = self.enter(arguments, x, by_name)
             taken = kept.take()
             tokens = only_element(taken[block.tokens])
-            output, x = self.leave(kept, tokens, block.call(by_name, taken, len(tokens)), taken)
+            try:
+                output = block.call(by_name, taken, len(tokens))
+            except (RuntimeError, IndexError, TypeError, AssertionError) as error:
+                if not (self.trials and self.trials.failure) or isinstance(error, torch.OutOfMemoryError):
+                    raise
+                raise ValueError(f"{block} fails when each sample keeps its own tokens "
+                                 f"({str(error).partition(chr(10))[0]}). Cause: {self.trials.failure}. What along= "
+                                 f"names gets a batch axis, except by axis 0.") from error
+            output, x = self.leave(kept, tokens, output, taken)
         if self.trials:
             self.trials.leave(block, x)
         self.mark(output, block.index)

@@ -50,6 +50,7 @@ class Trials:
     def __init__(self, tried: dict, ordered: bool = False):
         self.tried, self.ordered = tried, ordered
         self.kinds: list[tuple] = []        # of each block, once it is needed
+        self.failure = ""                   # the cause if a trial of the latest block failed, as its call may, too
         self.forget()
 
     @property
@@ -91,7 +92,7 @@ class Trials:
 
         `call` calls a function like the block's forward with arguments by name.
         """
-        block = kept.run.block
+        block, self.failure = kept.run.block, ""
         kinds = tuple((name, type(value).__name__, getattr(value, "ndim", 0)) for name, value in kept.arguments.items())
         axes = [(name, part, getattr(axis, "__qualname__", str(axis))) for name, part, axis in block.along]
         here = block.index, block.inner.training, len(kept.ids) > 1, kinds, *axes
@@ -144,10 +145,7 @@ class Trials:
                 if row is not None or dtype is None:
                     return row, reason
                 errors.append(ValueError(reason))
-        if all(isinstance(error, RuntimeError | IndexError | AssertionError | TypeError) for error in errors):
-            raise ValueError(f"{kept.run.block} fails when each sample keeps its own tokens "
-                             f"({str(errors[0]).partition(chr(10))[0]}). Cause: {self.cause(kept)}. What along= names "
-                             f"gets a batch axis, except by axis 0.") from errors[0]
+        self.failure = self.cause(kept)
         return None, f"{type(errors[0]).__name__}: {str(errors[0]).partition(chr(10))[0]}"
 
     def measured(self, kept: Any, call: Callable, dtype: torch.dtype | None, copies: int) -> tuple[Trial | None, str]:
@@ -164,7 +162,7 @@ class Trials:
                 restart()
                 taken = turned.take()
                 x = only_element(taken[name])
-                out = block.call(lambda given: call(given, forward), taken, len(ids))
+                out = block.call(partial(call, function=forward), taken, len(ids))
                 outs.append(out[block.spec.out] if isinstance(out, tuple | list) else out)
                 if not isinstance(outs[-1], Tensor) or outs[-1].shape != x.shape:
                     return None, "it returns something else than tokens"      # `Pass.leave` raises an error for it

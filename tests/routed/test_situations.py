@@ -396,6 +396,19 @@ def test_after_three_passes_without_a_verdict_a_warning_is_raised_once_and_trial
     assert seen[-5:] == [1, 1, 1, 1, 0]
 
 
+def test_a_block_that_fails_only_in_its_trial_is_not_refused():
+    """As one whose weights come from elsewhere when it is called."""
+    def block(self, x):
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("no weights")
+        return self.attend(x)
+
+    net = made(block)
+    with routed(net, MIDDLE, blocks="blocks") as routing:
+        net(X)
+    assert routing.trials == [] and routing.ids_keep[0].shape == (BATCH, N // 2)
+
+
 class Cache:
     def __init__(self):
         self.rows = [None]
