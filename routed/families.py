@@ -200,7 +200,7 @@ def grid_rows(table: Any, kept: Any) -> Any:
 
 
 def first_rows(table: Tensor, kept: Any) -> Any:
-    """Replaces minRF's table, which the network cuts to as many rows as a block has tokens."""
+    """Replaces minRF's table without a batch axis, which the network cuts to as many rows as a block has tokens."""
     return kept.rows(kept.network.freqs_cis[:kept.length], 0)
 
 
@@ -435,17 +435,11 @@ def fits(spec: Blocks, network: nn.Module) -> bool:
     return isinstance(blocks, nn.ModuleList) and all(names <= {*argument_names(unwrapped(block))} for block in blocks)
 
 
-def library_row(network: nn.Module) -> Family | None:
-    """Returns the row of a network of a library."""
-    owner = owner_of(network)
-    return FAMILIES.get(f"{owner.__module__.partition('.')[0]}.{owner.__name__}")
-
-
 def family_of(network: nn.Module) -> Family:
     """Finds a network's row by the class whose forward it runs; raises ValueError for a class without one."""
-    if row := library_row(network):
-        return row
     owner = owner_of(network)
+    if row := FAMILIES.get(f"{owner.__module__.partition('.')[0]}.{owner.__name__}"):
+        return row
     for row in CODES.get(owner.__name__, ()):
         if all(fits(spec, network) for spec in row.lists):
             return row

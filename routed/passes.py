@@ -38,7 +38,7 @@ class Block:
             self.along.append((name, part, axis))
         self.described = {self.tokens, self.text, self.front, *(name for name, _, _ in self.along)}
         # A table whose first axis is that of the tokens has no batch axis, and the block cannot take one.
-        self.by_sample = {name: part for name, part, axis in self.along if axis == 0 and not callable(axis)}
+        self.by_sample = {name: part for name, part, axis in self.along if axis == 0 or axis is families.first_rows}
         self.r: int | None = None           # the number of its route
         self.route: Route | None = None
         self.starts = self.ends = False
@@ -369,9 +369,9 @@ class Pass:
     def check_named(self, arguments: dict[str | int, Any], x: Tensor) -> None:
         """Raises ValueError for an unnamed value as long as the tokens, as a block might cut it to its own length.
 
-        In networks of libraries, which are known, only dicts and masks of all pairs of tokens are refused.
+        In known networks only dicts and masks of all pairs of tokens are refused.
         """
-        block, batch, is_library = self.block, len(x), self.routing.is_library
+        block, batch, is_known = self.block, len(x), not self.routing.is_described
         # A set, or `in`, would make sizes constants in a compiled graph.
         lengths = self.free, self.stream, self.stream - self.free + self.ids_keep[block.r].shape[1]
 
@@ -381,14 +381,14 @@ class Pass:
 
         def check(value: Any, name: Any) -> None:
             if isinstance(value, int) and not isinstance(value, bool | Tensor):
-                if value in lengths[:2] and not is_library:
+                if value in lengths[:2] and not is_known:
                     refuse(name, value, f"write along={{{name!r}: fewer}} (`from routed import fewer`)")
             elif isinstance(value, Tensor) and value.ndim > 1:
                 sizes = value.shape[int(len(value) == batch):-1]
                 if value.ndim == 2 and len(value) == batch and value.shape[1] != x.shape[2]:        # a mask (B, N)
                     sizes = value.shape[1:]
                 is_pairs = any(value.shape[-1] == value.shape[-2] == length for length in lengths)
-                if any(size == length for size in sizes for length in lengths) and (is_pairs or not is_library):
+                if any(size == length for size in sizes for length in lengths) and (is_pairs or not is_known):
                     refuse(name, tuple(value.shape), f"write along={{{name!r}: pairs}} (`from routed import pairs`)"
                            if is_pairs else "name its axis in along=")
 
@@ -482,7 +482,6 @@ class Routing:
         self.network, self.options = network, options
         self.family = options.describe(network)
         self.is_described = options.family is not None or options.blocks is not None    # by the user
-        self.is_library = not self.is_described and families.library_row(network) is not None
         self.blocks: list[Block] = []
         for spec in self.family.lists:
             for module in options.blocks if isinstance(options.blocks, nn.Module) else spec.modules_of(network):

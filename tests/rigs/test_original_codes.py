@@ -48,7 +48,7 @@ from foreign_networks import (
 )
 
 from routed import Route, routed
-from routed.families import family_of
+from routed.passes import Pass
 
 CLONES = Path(os.environ.get("TREAD_CLONES", "/nowhere"))
 LABELS = torch.tensor([1, 2, 3])
@@ -506,15 +506,18 @@ def test_a_public_code_is_routed_exactly(name):
         return next(image_of(case, x) for x in parts if isinstance(x, torch.Tensor) and x.ndim == 3
                     and case_first(case, x.shape[1]) is not None)
 
-    blocks = [block for spec in family_of(case.model).lists for block in getattr(case.model, spec.path)]
-    hooks = [blocks[1].register_forward_pre_hook(
-                 lambda _, args, kwargs: seen.update(before=image([*args, *kwargs.values()])), with_kwargs=True),
-             blocks[-2].register_forward_hook(
-                 lambda _, args, out: seen.update(after=image(out if isinstance(out, tuple | list) else [out])))]
-    with routed(case.model, [Route(1, -2, 0.5)]) as routing, torch.no_grad():
+    call = Pass.call
+
+    def recorded(self, block, forward, args, kwargs):
+        if block.index == 1:
+            seen["before"] = image([*args, *kwargs.values()])
+        out = call(self, block, forward, args, kwargs)
+        if block.ends:
+            seen["after"] = image(out if isinstance(out, tuple | list) else [out])
+        return out
+
+    with mock.patch.object(Pass, "call", recorded), torch.no_grad(), routed(case.model, [Route(1, -2, 0.5)]) as routing:
         case.call()
-    for hook in hooks:
-        hook.remove()
     left = torch.ones(BATCH, N, dtype=torch.bool).scatter_(1, routing.ids_keep[0], False)
     before, after = seen["before"], seen["after"]
     assert torch.equal(before[left], after[left]) and not torch.equal(before[~left], after[~left])
