@@ -52,6 +52,11 @@ def label_images(way: str, listing: Listing, names: list[str], columns: Columns)
     if way in ("folders", "parents"):
         place = 0 if way == "folders" else -2
         classes = [name.split("/")[place] if "/" in name else None for name in inner]
+        if way == "folders" and listing.path.is_dir() and not listing.tars:
+            folders = {entry.name for entry in os.scandir(listing.path) if entry.is_dir()}
+            if empty := sorted(name for name in folders - {*classes} if not is_hidden(f"{name}/")):
+                raise ValueError(f"labels=folders finds no image in {len(empty)} folders of {listing.path}, such as "
+                                 f"{empty[0]}, which may be classes: fill them, or move them away.")
     elif way == "names":
         classes = [head_of(name) for name in inner]
     elif way in WAYS:

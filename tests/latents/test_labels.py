@@ -161,6 +161,9 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     "hidden folders and a system's thumbnails": (
         numbered("cat/0.png", "dog/1.png") | {".ipynb_checkpoints/x.png": b"", "cat/@eaDir/0.png/S.jpg": b"",
                                               "__MACOSX/cat/._0.png": b""}, "", {}, "cat dog"),
+    "a class that was not downloaded, which torchvision refuses": (
+        numbered("cat/0.png", "owl/1.png") | {"dog/x.txt": "", ".cache/x": ""}, "", {},
+        ["labels=folders finds no image in 1 folders of ", "such as dog, which may be classes: fill them"]),
     "images beside class folders": (numbered("cat/0.png", "1.png", "dog/2.png"), "", {"labels": "folders"},
                                     ["no class for 1 of the 3 images, such as 1.png", "labels=none"]),
     "images beside class folders, unset": (numbered("cat/0.png", "1.png", "dog/2.png"), "", {}, [

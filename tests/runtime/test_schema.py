@@ -20,7 +20,6 @@ from runtime.schema import (
     one_of,
     read,
     read_record,
-    unknown_key,
 )
 
 
@@ -83,19 +82,6 @@ def test_a_value_of_another_type_or_range_raises_a_one_line_error(key, value, se
 
 def test_what_is_allowed_is_read():
     assert read(Everything, GOOD).model_dump() == {**GOOD, "betas": (0.9, 0.5)}
-
-
-KEYS = ["name", "steps", "model", "optimizer", "optimizer.lr", "optimizer.weight_decay", "ema.decay", "log.every"]
-
-
-@pytest.mark.parametrize(("key", "meant"), [
-    ("stepz", "steps"), ("step", "steps"), ("max_steps", "steps"), ("modle", "model"), ("lr", "optimizer.lr"),
-    ("optimizer.weigth_decay", "optimizer.weight_decay"), ("optimiser.lr", "optimizer.lr"), ("epochs", None),
-    ("optimizer.x", None), ("decay.x", None),
-])
-def test_the_suggested_key_is_spelled_alike_or_has_that_name_elsewhere(key, meant):
-    sentence = unknown_key(key, KEYS)
-    assert (f"did you mean {meant}?" in sentence) if meant else "did you mean" not in sentence
 
 
 class Note(Record):
