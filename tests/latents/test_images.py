@@ -79,7 +79,7 @@ def rewrite_parquet(path):
     (lambda path: put_zip(path, PETS), lambda path: put_zip(path, PETS | {"cat/1.png": png(7)})),
     (lambda path: put_tar(path, PETS), lambda path: put_tar(path, PETS | {"cat/1.png": PETS["dog/0.png"]})),
     (lambda path: put(path.parent, {path.name: parquet(image=[png(0)], label=[0])}), rewrite_parquet),
-    (lambda path: put(path, PETS), lambda path: (path / "cat/1.png").rename(path / "dog/1.png")),
+    (lambda path: put(path, PETS), lambda path: (path / "dog/0.png").rename(path / "cat/0.png")),
 ], ids=["folder", "zip", "tar", "parquet", "another class"])
 def test_an_image_that_is_replaced_changes_the_fingerprint_and_a_copy_of_a_zip_does_not(make, change, tmp_path):
     path = tmp_path / ("x.parquet" if change is rewrite_parquet else "x")
