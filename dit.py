@@ -222,10 +222,10 @@ def multiply_adds(net: DiT, routes: tuple[Route, ...] = ()) -> tuple[int, int]:
 
 def depth_of(state_dict: Mapping[str, Tensor], blocks: str) -> int:
     """Counts the blocks in a state dict, `<blocks>.<i>.…`; raises ValueError if some numbers are missing."""
-    found = {int(key.split(".")[1]) for key in state_dict if key.startswith(f"{blocks}.")}
-    if found != {*range(len(found))} or not found:
+    numbers = {int(key.split(".")[1]) for key in state_dict if key.startswith(f"{blocks}.")}
+    if numbers != {*range(len(numbers))} or not numbers:
         raise ValueError(f"its {blocks} are not numbered 0, 1, 2 …")
-    return len(found)
+    return len(numbers)
 
 
 def infer_architecture(

@@ -215,8 +215,8 @@ class Router:
             raise ValueError(f"selection=grid chooses among groups of 2 × 2 tokens of a square, and there are "
                              f"{grid_size**2:.0f} tokens: set selection=random, or another patch size or resolution.")
 
-    def active_routes(self, routes: tuple[Route, ...], own: tuple[Route, ...]) -> dict[int, Route]:
-        """Returns the routes of a call that affect any token, by number; `own` are the network's routes."""
+    def active_routes(self, routes: tuple[Route, ...], trained: tuple[Route, ...]) -> dict[int, Route]:
+        """Returns the routes of a call that affect any token, by number; `trained` are the network's."""
         return {r: route for r, route in enumerate(routes) if route.selection_ratio > 0 or route.path_drop > 0}
 
     def get_mask(

@@ -27,15 +27,15 @@ class FusingRouter(Router, nn.Module):
                              f"{len(routes)} routes: give one in model.routes, or set model.fusion=false.")
         super().check(routes, grid_size)
 
-    def active_routes(self, routes: tuple[Route, ...], own: tuple[Route, ...]) -> dict[int, Route]:
+    def active_routes(self, routes: tuple[Route, ...], trained: tuple[Route, ...]) -> dict[int, Route]:
         """Returns the network's only route with the call's settings; in a dense pass, with selection ratio 0.
 
         Raises ValueError for a route over other blocks.
         """
-        if len({(route.start_layer_idx, route.end_layer_idx) for route in (*routes, *own)}) > 1:
-            raise ValueError(f"The network fuses after route {own[0]}, so it cannot use other routes, such as "
+        if len({(route.start_layer_idx, route.end_layer_idx) for route in (*routes, *trained)}) > 1:
+            raise ValueError(f"The network fuses after route {trained[0]}, so it cannot use other routes, such as "
                              f"{', '.join(map(str, routes))}: leave routes out.")
-        return dict(enumerate(routes or (replace(own[0], selection_ratio=0.0, path_drop=0.0),)))
+        return dict(enumerate(routes or (replace(trained[0], selection_ratio=0.0, path_drop=0.0),)))
 
     def end_route(
         self, x_kept: Tensor, ids_keep: Tensor, original_x: Tensor, dropped: Tensor | None = None,

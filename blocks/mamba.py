@@ -61,9 +61,9 @@ class BidirectionalMamba(nn.Module):
 
     def __init__(self, hidden_size: int, num_heads: int, expand: int = 2, state_size: int = 16, kernel_size: int = 4):
         super().__init__()
-        inner, own = expand * hidden_size, 2 * state_size + num_heads
+        inner, width = expand * hidden_size, 2 * state_size + num_heads
         self.num_heads, self.state_size, self.kernel_size = num_heads, state_size, kernel_size
-        self.in_proj = nn.Linear(hidden_size, 2 * inner + 2 * own, bias=False)
+        self.in_proj = nn.Linear(hidden_size, 2 * inner + 2 * width, bias=False)
         channels = 2 * (inner + 2 * state_size)
         self.conv = nn.Conv1d(channels, channels, kernel_size, groups=channels)
         # Decays and step sizes start as in Mamba-2, over the ranges [1, 16] and [1e-3, 1e-1].
@@ -76,8 +76,8 @@ class BidirectionalMamba(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         inner, state = self.out_proj.in_features, self.state_size
-        z, x, own = self.in_proj(x).split([inner, inner, 2 * (2 * state + self.num_heads)], dim=-1)
-        bc, dt = own.unflatten(-1, (2, -1)).split([2 * state, self.num_heads], dim=-1)  # (batch, K, 2, ·)
+        z, x, others = self.in_proj(x).split([inner, inner, 2 * (2 * state + self.num_heads)], dim=-1)
+        bc, dt = others.unflatten(-1, (2, -1)).split([2 * state, self.num_heads], dim=-1)  # (batch, K, 2, ·)
         mixed = torch.cat([x.unsqueeze(2).expand(-1, -1, 2, -1), bc], dim=-1)
         mixed, dt = backward_reversed(mixed), backward_reversed(dt)
         # Causal: token t sees itself and the three before it.

@@ -24,17 +24,17 @@ def network_of(script: str, trained: str) -> str:
     [step] = [part for part in ast.walk(tree) if isinstance(part, ast.With) and
               ast.unparse(part.items[0].context_expr) == f"accelerator.accumulate({trained})"]
     called = {part.func.id for part in ast.walk(step) if isinstance(part, ast.Call) and isinstance(part.func, ast.Name)}
-    found = sorted(name for name in called if name.endswith("transformer") or name == "dit")
-    if len(found) != 1 or trained not in (*found, "models_to_accumulate"):
-        raise SystemExit(f"The script trains {trained}, and its step calls the transformers {found}: the step must "
+    networks = sorted(name for name in called if name.endswith("transformer") or name == "dit")
+    if len(networks) != 1 or trained not in (*networks, "models_to_accumulate"):
+        raise SystemExit(f"The script trains {trained}, and its step calls the transformers {networks}: the step must "
                          f"call exactly one, and train it.")
     defined = {part.id for part in ast.walk(tree) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)}
-    missing = [name for name in (found[0], "global_step", "args") if name not in defined]
+    missing = [name for name in (networks[0], "global_step", "args") if name not in defined]
     if "args.max_train_steps" not in script:
         missing.append("args.max_train_steps")
     if missing:
         raise SystemExit(f"The script does not define {', '.join(missing)}, which the changed line needs.")
-    return found[0]
+    return networks[0]
 
 
 def patched(script: str, route: str, dense_after: float) -> str:
