@@ -108,7 +108,8 @@ def test_a_study_trains_scores_and_plots_and_does_nothing_twice(shapes, pixel_re
         "step", "images", "flops", "source.step", "value", "precision", "recall", "seconds", "finished", "batch_size",
         "processes", "multiply_adds_an_image", "source.evaluations", "source.multiply_adds.linear", "commit", "device",
         "source.multiply_adds.attention", "source.in_training", "source.checkpoint", "source.weights_sha256",
-        "source.compiled", "extractor.weights", "reference.path"} and {"source.weights", "source.num_steps"} <= first.keys() - free
+        "source.compiled", "extractor.weights", "reference.path"}
+    assert {"source.weights", "source.num_steps"} <= first.keys() - free
     guidance = [score["guidance"] for score in told["runs"][0]["scores"]]
     assert guidance[:3] == 3 * ["unguided"] and guidance[3].startswith("scale 2.0, gamma1 0.0, gamma2 0.5, drop_label ")
     dense, routed = ({score["step"]: score["flops"] for score in run["scores"]} for run in told["runs"][:2])
