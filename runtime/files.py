@@ -185,12 +185,13 @@ def read_rows(path: Path) -> list[dict]:
 
 
 def lock_folder(folder: Path, mistake: str) -> FileLock:
-    """Locks a folder until this process ends; raises ValueError(mistake) where another process has locked it.
+    """Locks a folder as long as this process refers to the lock; raises ValueError(mistake) if another one has it.
 
-    On a file system without locks it prints a warning and continues.
+    The same process gets its lock again, as a notebook may still refer to an interrupted run that it resumes. On a
+    file system without locks it prints a warning and continues.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / ".lock", fallback_to_soft=False)  # a soft lock would outlive a kill
+    lock = FileLock(folder / ".lock", fallback_to_soft=False, is_singleton=True)  # a soft lock would outlive a kill
     try:
         lock.acquire(timeout=0)
     except Timeout:

@@ -5,9 +5,10 @@ import signal
 
 import pytest
 from conftest import PATIENCE
+from filelock import FileLock
 from forked import Changes, Life, killing
 
-from runtime.files import append_row, atomic_write
+from runtime.files import append_row, atomic_write, lock_folder
 
 
 def fill(folder, text: str) -> None:
@@ -47,3 +48,13 @@ def test_a_row_replaces_one_that_a_kill_has_cut_short_and_nothing_else(tmp_path,
     (tmp_path / "rows.jsonl").write_text(before)
     append_row(tmp_path / "rows.jsonl", {"d": 3})
     assert (tmp_path / "rows.jsonl").read_text() == kept + '{"d": 3}\n'
+
+
+def test_a_process_gets_the_lock_of_a_folder_again_and_another_process_does_not(tmp_path):
+    first = lock_folder(tmp_path, "mistake")
+    assert lock_folder(tmp_path, "mistake") is first  # as where a notebook resumes a run that it still refers to
+
+    def live() -> None:
+        FileLock(tmp_path / ".lock").acquire(timeout=0)
+
+    assert "Timeout" in Life(live).wait(PATIENCE).printed
