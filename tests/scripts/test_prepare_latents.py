@@ -16,13 +16,14 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, save_vae
+from filelock import FileLock
 from omegaconf import OmegaConf
 from spoils import refused
 from test_labels import encoded, parquet
 
 from latents.folder import open_latents
 from latents.images import ImageSource
-from runtime.files import lock_folder, sha256
+from runtime.files import sha256
 from runtime.schema import CONFIGS
 from scripts import prepare_latents as script
 from weights import autoencoders
@@ -299,7 +300,9 @@ def test_leftovers_of_kills_are_swept_and_files_of_others_are_not(pets, tmp_path
 
 
 def test_a_second_process_is_refused_and_a_file_system_without_locks_is_named(pets, tmp_path, monkeypatch, capsys):
-    lock = lock_folder(tmp_path / "out", "")
+    (tmp_path / "out").mkdir()
+    lock = FileLock(tmp_path / "out" / ".lock")  # stands for another process, to which lock_folder refuses it
+    lock.acquire(timeout=0)
     refused(lambda: prepare(pets, tmp_path / "out"), "Another process is writing out=")
     assert os.listdir(tmp_path / "out") == [".lock"]
     lock.release()
