@@ -72,10 +72,9 @@ def sample_all(
     state: PartialState, cfg: GridSettings, sampling: Sampling, seeds: list[int], guidance: Guidance | None,
 ) -> Iterator[Batch]:
     """Samples this rank's batches."""
-    net = sampling.trained.net
-    speed.compile_to_sample(net, guidance, cfg.compile, len(seeds), state.device)
     return generate(
-        state, net, sampling.trained.diffusion, sampling.decode, seeds, labels_of(seeds, sampling.classes),
+        state, sampling.trained.net, sampling.trained.diffusion, sampling.decode, seeds,
+        labels_of(seeds, sampling.classes),
         batch_size=cfg.batch_size, num_steps=cfg.num_steps, guidance=guidance, precision=cfg.precision,
         progress="sampling, guided" if guidance else "sampling", **sampling.sampler,
     )
@@ -123,6 +122,7 @@ def main(cfg: SampleSettings) -> None:
     out = Path(cfg.out) if cfg.out else default_grid(cfg, "sample", trained)
     if not cfg.out and not cfg.overwrite:
         check_file(out, another)
+    speed.compile_to_sample(trained.net, sampling.guidance, cfg.compile, len(seeds), state.device)
     batches = sample_all(state, cfg, sampling, seeds, sampling.guidance)
     if kind == ".png":
         write_grid(state, gathered(state, batches), out, trained.display_names, sampling.classes)
@@ -172,6 +172,7 @@ def compare_guided(cfg: GridSettings) -> None:
     evaluations = cost(None)[0]  # one pass each
     shares = {"an evaluation": 1 / evaluations, f"an image of {evaluations}": 1,
               f"all {len(seeds)} images": len(seeds)}
+    speed.compile_to_sample(trained.net, sampling.guidance, cfg.compile, len(seeds), state.device)
     for path, guidance in ((out, sampling.guidance), (unguided, None)):
         _, linear, attention = cost(guidance)
         state.print(f"{'guided' if guidance else 'unguided':<9}" + ", ".join(

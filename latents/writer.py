@@ -45,8 +45,9 @@ def is_finished(out: Path, settings: dict, is_main: bool = True) -> bool:
             raise ValueError(f"out={out} holds files that this script did not write; choose a new or empty folder.")
         return False
     before = read_json(out / "preparing.json")
-    changed = [f"{key} was {before.get(key)} and is now {value}" if key != "fingerprint" else
-               "the names, labels, sizes or times of the source's files differ"
+    of_files = {"fingerprint": "the names, labels, sizes or times of the source's files differ",
+                "weights": "the sizes or times of the autoencoder's or the teacher's files differ"}
+    changed = [of_files.get(key, f"{key} was {before.get(key)} and is now {value}")
                for key, value in settings.items() if before.get(key) != value]
     if changed:
         raise ValueError(f"out={out} was begun with other settings: {'; '.join(changed)}. Use those, or another out.")
