@@ -1,4 +1,4 @@
-"""Flow matching against closed forms: exact velocities, exact samples, and the published sampler in a few lines."""
+"""Flow matching's samplers and shifts. Its loss is compared with published code: tests/test_published_training.py."""
 
 import json
 
@@ -49,37 +49,6 @@ def noise_and_labels(n=3):
     return torch.randn(n, 4, 8, 8, generator=torch.Generator().manual_seed(1)), torch.arange(n) * 3 % 10
 
 
-def test_the_network_gets_the_interpolated_latent_the_noise_level_and_the_label():
-    x, eps = torch.randn(2, 4, 1, 2, 2)
-    t, y = torch.tensor([0.0, 0.25, 0.5, 1.0]), torch.arange(4)
-    net = ExactVelocity(0.5, means=[0.0] * 4)
-    RF().loss(net, x, y, t=t, eps=eps)
-    (z, t_seen, y_seen), = net.calls
-    assert torch.equal(t_seen, t) and torch.equal(y_seen, y)
-    assert torch.equal(z[0], x[0]) and torch.equal(z[3], eps[3])
-    assert torch.allclose(z[1], 0.75 * x[1] + 0.25 * eps[1]) and torch.allclose(z[2], (x[2] + eps[2]) / 2)
-
-
-@pytest.mark.parametrize("t", [0.1, 0.5, 0.9])
-def test_the_exact_velocity_of_a_gaussian_has_the_least_loss_there_is(t):
-    torch.manual_seed(0)
-    std, x = 0.5, 0.3 + 0.5 * torch.randn(8192, 1, 4, 4)
-    loss = RF().loss(ExactVelocity(std, means=(0.3,)), x, labels(8192), t=torch.full((8192,), t)).mean()
-    assert loss.item() == pytest.approx(std**2 / ((1 - t)**2 * std**2 + t**2), rel=0.02)  # Var[eps - x | z_t]
-
-
-@pytest.mark.parametrize("sampling", ["logit_normal", "uniform"])
-def test_noise_levels_have_the_quantiles_of_their_distribution(sampling):
-    torch.manual_seed(0)
-    net = ExactVelocity(0.5)
-    RF(sampling).loss(net, torch.zeros(40_000, 1, 1, 1), labels(40_000))
-    t = net.calls[0][1]
-    q = torch.tensor([0.05, 0.25, 0.5, 0.75, 0.95])
-    expected = q if sampling == "uniform" else torch.distributions.Normal(0, 1).icdf(q).sigmoid()
-    assert t.dtype == torch.float32 and 0 <= t.min() and t.max() < 1
-    assert torch.allclose(t.quantile(q), expected, atol=0.01)
-
-
 @pytest.mark.parametrize("solver, order", [("euler", 1), ("heun", 2)])
 @pytest.mark.parametrize("std", [0.3, 2.0])
 def test_samplers_converge_at_their_order_to_the_flow_of_a_gaussian(solver, order, std):
@@ -96,15 +65,6 @@ def test_samplers_converge_at_their_order_to_the_flow_of_a_gaussian(solver, orde
     assert abs(ratios[-1] - 2**order) < abs(ratios[0] - 2**order), "the ratio approaches its limit"
 
 
-def test_the_sde_samples_the_distribution_of_the_data():
-    torch.manual_seed(0)
-    z = torch.randn(20_000, 1, 1, 1)
-    x = RF().sample(ExactVelocity(0.5, (0.7,)), z, torch.zeros(20_000, dtype=torch.int64), num_steps=100,
-                    solver="euler_maruyama")
-    assert x.mean().item() == pytest.approx(0.7, abs=0.02) and x.std().item() == pytest.approx(0.5, rel=0.03)
-    assert abs(torch.corrcoef(torch.stack([x.flatten(), z.flatten()]))[0, 1]) < 0.9, "each step adds noise"
-
-
 @torch.no_grad()
 def test_each_step_of_tread_guidance_extrapolates_between_two_ratios_on_the_same_mask_noise():
     net, (noise, y), n = small_dit(), noise_and_labels(), 5
@@ -117,18 +77,6 @@ def test_each_step_of_tread_guidance_extrapolates_between_two_ratios_on_the_same
     ours = sample_tread(net, 0.3, net, 0.7, noise, y, num_steps=n)
     torch.testing.assert_close(ours, z.float(), rtol=1e-5, atol=1e-5)
     assert torch.equal(ours, RF().sample(net, noise, y, n, guidance=Guidance(1.5, 0.3, 0.7, drop_label=False)))
-
-
-def test_a_learned_variance_is_left_out():
-    net, (noise, y), t = small_dit(learn_sigma=True), noise_and_labels(), torch.full((3,), 0.5)
-    assert torch.equal(RF().velocity(net, noise, t, y), net(noise, t, y)[:, :4])
-    assert RF().loss(net, noise, y).shape == (3,)
-    assert RF().sample(net, noise, y, num_steps=2, guidance=Guidance(1.5, 0.3, 0.7)).shape == noise.shape
-
-
-def test_an_unknown_solver_raises_a_one_line_error():
-    with pytest.raises(ValueError, match="solver=rk4 is none of euler"):
-        RF().sample(ExactVelocity(0.5), torch.randn(1, 1, 2, 2), labels(1), solver="rk4")
 
 
 # ---- shifted times ---------------------------------------------------------------------------------------------------
