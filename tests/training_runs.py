@@ -55,6 +55,13 @@ def trained(run, data, *overrides) -> str:
     return result.stdout
 
 
+def refusal(run, data, *overrides) -> str:
+    """Trains here until the error in which it must end; returns what it has printed on stderr."""
+    result = train_here(run, data, *overrides)
+    assert result.returncode == 1, result.stdout
+    return result.stderr
+
+
 def assert_resumes(place: Path, data, *overrides, stop: int = 2, end: int = 4) -> str:
     """Trains `whole` in a folder, and `parts` from a copy killed after a step; both must be equal to the last bit.
 
