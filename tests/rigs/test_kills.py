@@ -11,21 +11,20 @@ import contextlib
 import ctypes
 import errno
 import hashlib
-import importlib
 import json
 import os
 import random
 import re
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
+import world
 from forked import Changes, Ended, Life, killing
 
 from latents import writer
@@ -54,8 +53,8 @@ def last_step(run: Path) -> int:
 class Task:
     """A command, where it writes, and how far it has come, which may only grow."""
 
-    program: str
-    arguments: tuple[str, ...]
+    command: str
+    typed: list[str]
     out: Path
     reached: Callable[[Path], int]
     # Not where several may write at once: a kill may leave a hidden half, or half a row, and a row may come twice.
@@ -65,8 +64,7 @@ class Task:
     wanted: dict[str, str] | None = None  # what an undisturbed life leaves
 
     def __call__(self) -> None:
-        sys.argv = [f"{self.program.replace('.', '/')}.py", *self.arguments]
-        sys.modules[self.program].main()
+        world.run(self.out.parent, self.command, self.typed)
 
     def content(self) -> dict[str, str]:
         """Hashes every file that the command has left except the lock, ignoring values from the clock."""
@@ -122,53 +120,31 @@ def start(task: Task, meet: Callable | None = None, *meddle: Callable[[], None])
 
 def is_a_sentence(task: Task, ended: Ended) -> bool:
     """Tells whether a life has failed with one sentence of its program."""
-    program = f"{task.program.rpartition('.')[2]}.py: "
-    sentences = [line for line in ended.printed.splitlines() if line.startswith(program)]
+    sentences = [line for line in ended.printed.splitlines() if line.startswith(f"{task.command}.py: ")]
     return ended.code > 0 and len(sentences) == 1 and not ended.out_of_time and not ended.has_traceback
+
+
+def shards_done(out: Path) -> int:
+    return 10**6 if (out / "metadata.json").is_file() else len(list(out.glob("record-*.json")))
 
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory) -> dict[str, Task]:
-    """The commands, of a second or two each, with what they read and what they leave undisturbed."""
-    work = tmp_path_factory.mktemp("kills")
-    data, pairs, reference, images = (work / name for name in ("data", "pairs", "reference.npz", "images.npz"))
-    for part in ("features", "labels"):
-        (pairs / f"imagenet256_{part}").mkdir(parents=True)
-    rng = np.random.default_rng(0)
-    for index in range(24):
-        np.save(pairs / f"imagenet256_features/{index}.npy", rng.standard_normal((1, 4, 8, 8)).astype(np.float32))
-        np.save(pairs / f"imagenet256_labels/{index}.npy", np.array([index % 3]))
-    np.savez(images, arr_0=rng.integers(0, 256, (40, 16, 16, 3), np.uint8))
-    shapes = ("source=shapes", "resolution=16", "autoencoder=identity", "num_workers=1")
-    outs = {name: work / name / "out" for name in COMMANDS}
-    made = {
-        "train": Task("train", (
-            "experiment=quickstart", f"run_dir={outs['train']}", f"data.path={data}", "batch_size=8", "steps=4",
-            "cpu=true", "log.trackers=[]", "model.hidden_size=32", "model.num_heads=2", "model.depth=3",
-            "optimizer.warmup_steps=2",
-            "model.routes=[{start_layer_idx: 1, end_layer_idx: 1, selection_ratio: 0.5}]", "log.every=2",
-            "checkpoint.every=2", "checkpoint.keep_last=1", "checkpoint.keep_every=4", "samples.every=4",
-            "samples.seeds=0-3", "samples.num_steps=1", "samples.batch_size=4", "evaluate.every=4",
-            f"evaluate.reference={reference}", "evaluate.metrics=[fd_pixels]", "evaluate.num_samples=4",
-            "evaluate.num_steps=1", "evaluate.batch_size=4"), outs["train"], last_step),
-        "prepare_latents": Task("scripts.prepare_latents", (
-            *shapes, "shapes.count=60", "shard_size=16", "batch_size=8", "mirror=true",
-            f"out={outs['prepare_latents']}"), outs["prepare_latents"], shards_done),
-        "import_latents": Task("scripts.import_latents", (
-            f"source={pairs}", "format=fastdit", "shard_size=8", f"out={outs['import_latents']}"),
-            outs["import_latents"], shards_done),
-        "fid": Task("fid", (
-            f"images={images}", f"reference={reference}", "features=pixels", "batch_size=8", "cpu=true",
-            f"results={outs['fid'] / 'results.jsonl'}"), outs["fid"], lambda out: 0, is_exact=False),
-    }
+    """The commands, of a second or two each, with what they leave undisturbed."""
+    place = tmp_path_factory.mktemp("kills")
+    assert Life(partial(world.make, place)).wait(LIMIT).code == 0
+    made = {name: Task(name, typed, place / f"new-{name}", reached, name != "fid") for name, typed, reached in (
+        ("train", ["run_dir=new-train", "steps=4", "log.every=2", "checkpoint.every=2", "checkpoint.keep_last=1",
+                   "checkpoint.keep_every=4", "samples.every=4", "samples.seeds=0-3", "samples.num_steps=1",
+                   "evaluate.every=4", "evaluate.reference=images.npz", "evaluate.metrics=[fd_pixels]",
+                   "evaluate.num_samples=4", "evaluate.num_steps=1"], last_step),
+        ("prepare_latents", ["source=shapes", "shapes.count=60", "shard_size=16", "batch_size=8", "mirror=true",
+                             "out=new-prepare_latents"], shards_done),
+        ("import_latents", ["shard_size=1", "out=new-import_latents"], shards_done),
+        ("fid", ["images=images.npz", "batch_size=1", "results=new-fid/results.jsonl"], lambda out: 0))}
     commit()  # which is cached: it must not change while somebody works in the checkout
-    for task in made.values():
-        importlib.import_module(task.program)
-    for task in (Task("scripts.prepare_latents", (*shapes, "shapes.count=64", f"out={data}"), data, shards_done),
-                 Task("fid", (f"reference_from={data}", f"out={reference}", "features=pixels", "reference_images=8"),
-                      reference, shards_done)):
-        assert Life(task).wait(LIMIT).code == 0
     for name, task in made.items():
+        world.entry_of(name)  # imported once, for all lives
         for _ in range(2):  # two undisturbed lives must agree
             task.clear()
             ended = start(task).wait(LIMIT)
@@ -178,10 +154,6 @@ def tasks(tmp_path_factory) -> dict[str, Task]:
         task.seconds, task.changes = ended.seconds, int(re.search(r"(\d+) changes\n$", ended.printed)[1])
         print(f"{name}: {task.seconds:.1f} s and {task.changes} changes to files a life")
     return made
-
-
-def shards_done(out: Path) -> int:
-    return 10**6 if (out / "metadata.json").is_file() else len(list(out.glob("record-*.json")))
 
 
 # ---- faults ---------------------------------------------------------------------------------------------------------
@@ -250,7 +222,7 @@ def fail_each_write(task: Task, number: int, most: int, *meddle: Callable[[], No
         ended = start(task, failing(at, number), *meddle).wait(LIMIT)
         sentences += check_mended(task, ended, f"{errno.errorcode[number]} at change {at} of {task.changes}")
     fault = errno.errorcode[number]
-    print(f"{task.program}: {fault} at {len(tried)} changes, {sentences} sentences, the next life equal")
+    print(f"{task.command}: {fault} at {len(tried)} changes, {sentences} sentences, the next life equal")
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["ENOSPC", "EIO"])
