@@ -106,17 +106,6 @@ def test_each_step_samples_masks_that_heuns_two_evaluations_share(sample):
 
 
 @both
-def test_an_image_depends_on_its_noise_and_label_alone(diffusion, predict):
-    net, (noise, y) = small_dit(), noise_and_labels(6)
-    guidance, state = Guidance(1.5, 0.3, 0.7), torch.get_rng_state()
-    together = diffusion.sample(net, noise, y, num_steps=4, guidance=guidance)
-    assert torch.equal(diffusion.sample(net, noise, y, num_steps=4, guidance=guidance), together), "the same bits again"
-    alone = [diffusion.sample(net, noise[i:i + 1], y[i:i + 1], num_steps=4, guidance=guidance) for i in range(6)]
-    assert torch.allclose(torch.cat(alone), together, atol=1e-4)
-    assert torch.equal(torch.get_rng_state(), state), "torch's own generator is left alone"
-
-
-@both
 def test_schedules_lead_from_their_first_ratio_to_their_last_on_a_cosine(diffusion, predict):
     net, guidance = small_dit(), Guidance(1.5, (0.0, 0.6), (0.6, 0.0), drop_label=False)
     seen = watch(net)

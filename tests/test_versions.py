@@ -41,8 +41,6 @@ SEEDS = [3, 100_000, 100_007]
 # Each with the network's keywords, the diffusion, the sampler's settings, and the guidance, or its keywords.
 SAMPLED = {
     "edm": ({}, EDM(), {}, None),
-    "edm, churn": ({}, EDM(P_std=1.0, sigma_data=0.6),
-                   {"S_churn": 2, "S_min": 0.05, "S_noise": 1.007, "rho": 5, "sigma_max": 40}, None),
     "ddpm": ({"learn_sigma": True}, DDPM(), {}, None),
     "ddpm, ancestral": ({"learn_sigma": True}, DDPM(), {"solver": "ancestral"}, Guidance(1.5, channels=3)),
     "rf": ({}, RF(), {}, None),
@@ -55,9 +53,6 @@ SAMPLED = {
                                         Guidance(1.5, [0.0, 0.25], [0.5, 0.75], routes=[Route(0, 1, 0.0)])),
     "by another network": ({}, EDM(), {}, {"scale": 1.5, "drop_label": False}),
     "tokens by their size": ({"router": Router(selection="l1")}, EDM(), {}, Guidance(1.5, 0.0, 0.5, drop_label=False)),
-    "lightning": ({"block": "lightning", "qk_norm": True}, RF(), {}, None),
-    "mamba": ({"block": "mamba"}, EDM(), {}, Guidance(1.5, 0.0, 0.5, drop_label=False)),
-    "rwkv": ({"block": "rwkv"}, EDM(), {}, Guidance(1.5, 0.0, 0.5, drop_label=False)),
     "images": ({"in_channels": 3}, EDM(), {}, None),
 }  # fmt: skip
 
@@ -89,20 +84,6 @@ def in_full() -> features.Extractor:
     return features.Extractor("stand-in", "stand-in", "fid", {"pool": 24, "spatial": 10, "probs": 5}, "", compute)
 
 
-def inception_score_of_a_folder() -> float:
-    """Scores 60 images in class folders, in splits of ten."""
-    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(metrics, "SPLIT", 10)
-        for i, picture in enumerate(pictures(60, 1).numpy()):
-            place = Path(folder, f"{i // 20}", f"{i}.bmp")  # which no library packs in its own way
-            place.parent.mkdir(exist_ok=True)
-            Image.fromarray(picture).save(place)
-        images, extractor = image_sets.open_images(one_rank(), "images", folder), in_full()
-        reference = Reference({}, image_sets.StoredImages(40, lambda indices: pictures(40, 0)[indices], {}), {})
-        batches = image_sets.read_share(one_rank(), images, images.choose(60), 20)
-        return score_with(extractor, reference, batches, 60, ["inception_score", "fid"])["inception_score"]
-
-
 def scored() -> dict[str, float]:
     """Scores 60 images against 40 others, and more parts by themselves."""
     numbers = {}
@@ -119,7 +100,6 @@ def scored() -> dict[str, float]:
         "inception score of two splits": splits.score(),
         "evenly": checksum(torch.from_numpy(image_sets.evenly(1000, 31)).float()),
         "chosen in a shuffled order": checksum(torch.from_numpy(ordered.choose(31).copy()).float()),
-        "of a folder": inception_score_of_a_folder(),
         "cropped": checksum(torch.from_numpy(np.array(cropped))),
         "positions": checksum(features.positions_at_224(wave((1, 1 + 37 * 37, 4)))),
     }

@@ -1,14 +1,13 @@
 """A folder of runs, latents, images and weights, all small, as users have them; and the commands that work in it."""
 
 import contextlib
-import importlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
-from conftest import ROOT, change_record, run_command
+from conftest import change_record, command_of, run_command
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -68,9 +67,7 @@ def seen(place: Path) -> dict[Path, tuple]:
 
 def entry_of(command: str) -> Callable[[], None]:
     """Imports a command and returns its entry."""
-    if command == "rf":  # whose entry is in sample.py, which knows every diffusion
-        return importlib.import_module("sample").compare_guided
-    return importlib.import_module(command if (ROOT / f"{command}.py").is_file() else f"scripts.{command}").main
+    return command_of({"train": "config"}.get(command, command))[0]
 
 
 def run(place: Path, command: str, typed: list[str]) -> None:

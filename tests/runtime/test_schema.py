@@ -6,42 +6,28 @@ from typing import Annotated
 import pytest
 from pydantic import Field
 
-from runtime.schema import (
-    Count,
-    Fraction,
-    Number,
-    Record,
-    Selection,
-    Settings,
-    Size,
-    Text,
-    first_line,
-    name_of_changes,
-    one_of,
-    read,
-    read_record,
-)
+from runtime import schema
 
 
-class Part(Settings):
+class Part(schema.Settings):
     start: int
     share: Annotated[float, Field(ge=0, lt=1)]
 
 
-class Everything(Settings):
-    count: Count
-    number: Number
-    text: Text
-    pick: Selection | None
+class Everything(schema.Settings):
+    count: schema.Count
+    number: schema.Number
+    text: schema.Text
+    pick: schema.Selection | None
     flag: bool
-    maybe: one_of(["a", "b"]) | None
-    mode: bool | one_of(["fast", "small"])
-    counts: list[Count]
+    maybe: schema.one_of(["a", "b"]) | None
+    mode: bool | schema.one_of(["fast", "small"])
+    counts: list[schema.Count]
     names: list[str]
-    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)]
+    betas: Annotated[tuple[schema.Fraction, schema.Fraction], Field(strict=False)]
     part: Part
     parts: list[Part]
-    size: Size
+    size: schema.Size
     mixed: float | list[int]
 
 
@@ -76,16 +62,16 @@ QUOTES = "Text that reads as a number needs quotes"
 ])  # fmt: skip
 def test_a_value_of_another_type_or_range_raises_a_one_line_error(key, value, sentence):
     with pytest.raises(ValueError) as error:
-        read(Everything, {**GOOD, key: value})
+        schema.read(Everything, {**GOOD, key: value})
     assert str(error.value) == sentence
 
 
 def test_what_is_allowed_is_read():
-    assert read(Everything, GOOD).model_dump() == {**GOOD, "betas": (0.9, 0.5)}
+    assert schema.read(Everything, GOOD).model_dump() == {**GOOD, "betas": (0.9, 0.5)}
 
 
-class Note(Record):
-    count: Count
+class Note(schema.Record):
+    count: schema.Count
 
 
 @pytest.mark.parametrize(("text", "words"), [
@@ -95,16 +81,17 @@ class Note(Record):
 def test_a_damaged_record_raises_a_one_line_error_with_the_remedy(tmp_path, text, words):
     (tmp_path / "note.json").write_text(text, encoding="latin-1")
     with pytest.raises(ValueError) as error:
-        read_record(Note, tmp_path / "note.json", "Write it again.")
+        schema.read_record(Note, tmp_path / "note.json", "Write it again.")
     assert words in str(error.value) and str(error.value).endswith(" Write it again.")
 
 
 def test_a_record_may_hold_more_than_is_read(tmp_path):
     (tmp_path / "note.json").write_text(json.dumps({"count": 2, "new": 1}))
-    assert read_record(Note, tmp_path / "note.json", "").count == 2
+    assert schema.read_record(Note, tmp_path / "note.json", "").count == 2
 
 
 def test_a_files_name_has_the_settings_that_differ_from_the_usual_ones_and_an_error_its_first_line():
-    assert name_of_changes({"scale": 1.5, "part": {"seeds": "0-7"}, "x": 1}, {"x": 1}) == "-scale1.5-seeds0-7"
-    assert len(name_of_changes({"scale": "x" * 10**4}, {})) < 30
-    assert first_line(RuntimeError("Missing:\n\tweight")) == "Missing: weight" and first_line(OSError()) == "OSError"
+    assert schema.name_of_changes({"scale": 1.5, "part": {"seeds": "0-7"}, "x": 1}, {"x": 1}) == "-scale1.5-seeds0-7"
+    assert len(schema.name_of_changes({"scale": "x" * 10**4}, {})) < 30
+    assert schema.first_line(RuntimeError("Missing:\n\tweight")) == "Missing: weight"
+    assert schema.first_line(OSError()) == "OSError"

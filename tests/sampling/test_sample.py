@@ -59,7 +59,7 @@ def draw(trained, seeds, labels, batch_size, **options):
     return torch.stack([*images.values()])
 
 
-@pytest.mark.parametrize("options", [{}, {"S_churn": 10}])
+@pytest.mark.parametrize("options", [{}, {"S_churn": 10}, {"guidance": Guidance(1.5, 0.3, 0.7)}])
 def test_an_image_depends_neither_on_its_batch_nor_on_torchs_generator(run, options):
     trained, seeds, state = load_trained(run), list(range(10, 17)), torch.get_rng_state()
     labels = labels_of(seeds, [0, 1, 2])
@@ -236,15 +236,15 @@ def test_what_is_inferred_from_bare_weights_is_printed_and_num_heads_can_be_give
     assert load_trained(tmp_path / "dit.safetensors", diffusion="dit", num_heads=8).net.blocks[0].attn.num_heads == 8
 
 
-@pytest.mark.parametrize("stray", ["step-00000010-best", "step-5.txt"])
-def test_stray_names_among_checkpoints_are_kept(run, tmp_path, stray):
+def test_stray_names_among_checkpoints_are_kept(run, tmp_path):
     copy = shutil.copytree(run, tmp_path / "copy")
-    place = copy / "checkpoints" / stray
-    place.write_text("notes") if stray.endswith("txt") else shutil.copytree(copy / "checkpoints/step-00000001", place)
+    shutil.copytree(copy / "checkpoints/step-00000001", copy / "checkpoints/step-00000010-best")
+    (copy / "checkpoints/step-5.txt").write_text("notes")
     assert load_trained(copy).step == 2
     checkpoints.set_aside_after(copy, 2)
     checkpoints.prune(copy, 2, keep_last=1, keep_every=0)
-    assert {path.name for path in (copy / "checkpoints").iterdir()} == {"step-00000002", stray}
+    assert {path.name for path in (copy / "checkpoints").iterdir()} == {
+        "step-00000002", "step-00000010-best", "step-5.txt"}
 
 
 # ---- what is written
@@ -308,14 +308,6 @@ def test_our_own_grid_or_npz_is_replaced_and_no_other_file(run, tmp_path):
         assert first not in (before, out.read_bytes())
 
 
-def test_a_full_disk_raises_a_one_line_error_and_leaves_nothing_behind(run, tmp_path):
-    result = forked.run("sample.py", f"checkpoint={run}", "seeds=0-63", "num_steps=1", f"out={tmp_path}/x.npz",
-                        file_size=1024)
-    assert result.returncode == 1
-    assert result.stderr == f"sample.py: reading or writing {tmp_path}/x.npz failed: File too large.\n"
-    assert not list(tmp_path.iterdir())
-
-
 # ---- the grid
 
 
@@ -350,14 +342,10 @@ def caption(*names):
     return np.asarray(grid.crop((0, 0, grid.width - 2 * 66, grid.height)))
 
 
-@pytest.mark.parametrize(("one", "other"), [("Łódź", "Łódż"), ("кошка", "кошко"),
-                                            ("γάτα", "γάτη")])
-def test_captions_beyond_latin_1_have_letters_of_their_own(one, other):
-    assert not np.array_equal(caption(one, "x"), caption(other, "x"))
-
-
-def test_a_name_that_the_font_cannot_write_gives_way_to_the_classs_number():
-    assert np.array_equal(caption("猫", "x"), caption("0", "x"))
+@pytest.mark.parametrize(("one", "other", "are_equal"), [
+    ("Łódź", "Łódż", False), ("кошка", "кошко", False), ("γάτα", "γάτη", False), ("猫", "0", True)])
+def test_captions_have_letters_of_their_own_or_the_classs_number_where_the_font_has_none(one, other, are_equal):
+    assert np.array_equal(caption(one, "x"), caption(other, "x")) == are_equal
 
 
 # ---- public reports: the source and the situation
@@ -380,44 +368,6 @@ def test_the_interval_of_a_ddpm_is_in_sigma():
     abar = np.cumprod(1 - np.linspace(1e-4, 0.02, 1000))  # DiT's own schedule
     sigma = np.sqrt((1 - abar) / abar)
     assert guided == {t for t, _ in rows if 0.34 <= sigma[int(t)] <= 1.02} and 0 < len(guided) < 125
-
-
-@pytest.fixture(scope="module")
-def ddpm(tmp_path_factory):
-    return write_run(tmp_path_factory.mktemp("run"), NETWORK | {"learn_sigma": True}, 1, {"name": "ddpm"})
-
-
-@pytest.mark.parametrize(("options", "message"), [
-    (["seeds=-1"], "seeds=-1 is not understood"), (["seeds=abc"], "seeds=abc is not understood"),
-    (["seeds=1.5"], "seeds="), (["seeds=null"], "seeds=null"),
-    (["seeds=[9223372036854775808]"], "is too large: 2^63 - 1 = 9223372036854775807 is the largest"),
-    (["seeds=18446744073709551615"], "2^63 - 1"), (["seeds=0-18446744073709551615"], "2^63 - 1"),
-    (["seeds=0", "classes=4"], "asks for class 4, which is none of the 4"), (["seeds=0", "classes=-1"], "-1"),
-    (["seeds=0", "classes=dog"], "asks for class dog"),
-    (["seeds=0", "guidance=cfg", "scale=nan"], "scale"), (["seeds=0", "guidance=cfg", "scale=two"], "scale"),
-    (["seeds=0", "guidance=cfg", "scale=2", "interval=[5,1]"], "interval=[5.0, 1.0] does not fit"),
-    (["seeds=0", "guidance=cfg", "channels=4"], "channels=4"),
-    (["seeds=0", "num_steps=0"], "num_steps=0"),
-    (["seeds=0", "num_steps=1001", "sampler.solver=ancestral"],
-     "num_steps=1001, but solver=ancestral visits 1000 noise levels"),
-    (["seeds=0", "checkpoint={four}"], "decodes latents of 3 channels, but these have 4"),
-    (["seeds=0", "sampler.solver=ddim"], "sampler.solver=ddim"), (["seeds=0", "sampler.rho=0"], "sampler.rho=0"),
-])  # fmt: skip
-def test_a_slip_raises_a_one_line_error_before_anything_is_sampled(options, message, ddpm, tmp_path):
-    """pytorch/torchtitan#746 and invoke-ai/InvokeAI#2386 (seeds), facebookresearch/DiT#108 (labels), and kin."""
-    write_run(tmp_path / "four", NETWORK | {"in_channels": 4})
-    with pytest.raises(SystemExit) as ended:
-        sample(ddpm, tmp_path / "x.npz", *(option.format(four=tmp_path / "four") for option in options))
-    assert message in str(ended.value) and "\n" not in str(ended.value) and not (tmp_path / "x.npz").exists()
-
-
-@pytest.mark.parametrize("diffusion", ["edm", "rf"])
-def test_one_step_is_a_picture_and_not_nan(diffusion, tmp_path):
-    """archinetai/audio-diffusion-pytorch#15: the noise levels of a single step divide by 0."""
-    run = write_run(tmp_path / "run", NETWORK, 1, {"name": diffusion})
-    sample(run, tmp_path / "x.npz", "seeds=0-1", "latents=true")
-    latents = np.load(tmp_path / "x.npz")["latents"]
-    assert np.isfinite(latents).all() and latents.std() < 2
 
 
 @pytest.mark.parametrize(("data", "drop_label", "message"), [
