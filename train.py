@@ -17,8 +17,7 @@ import resource
 import signal
 import sys
 import time
-import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 import torch
@@ -77,13 +76,13 @@ def set_learning_rates(
 def train_step(
     accelerator: Accelerator, wrapped: nn.Module, objective: DiffusionLoss,
     optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, arrays: Mapping[str, Tensor], *, label_dropout: float,
-    clip_norm: float | None, num_parts: int,
+    clip_norm: float | None, num_parts: int, update: Callable[..., tuple[Tensor, Tensor]] = update_weights,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Takes one optimizer step on this rank's share x (B, C, h, w), y (B,) of the batch; never waits for the device.
 
-    `wrapped` is `objective` inside CUDA graphs, autocast and DDP. `arrays` (B, …) are its extra inputs. Returns the
-    loss, the gradient norm, whether the step was skipped because that was not finite, and the terms of the loss.
-    They are tensors on the device that no later step overwrites.
+    `wrapped` is `objective` inside CUDA graphs, autocast and DDP, and `update` is `update_weights`, recorded or not.
+    `arrays` (B, …) are the objective's extra inputs. Returns the loss, the gradient norm, whether the step was skipped
+    because that was not finite, and the terms of the loss: tensors on the device that no later step overwrites.
     """
     y = torch.where(torch.rand(len(y), device=y.device) < label_dropout, objective.net.num_classes, y)
     step_loss = torch.zeros((), device=x.device)
@@ -97,21 +96,19 @@ def train_step(
         step_loss += loss.detach() / num_parts
         if terms:
             step_terms += torch.stack([terms[name].detach().mean() for name in objective.terms]) / num_parts
-    grad_norm, skipped = update_weights(accelerator, optimizer, clip_norm)
+    grad_norm, skipped = update(accelerator, optimizer, clip_norm)
     return step_loss, grad_norm, skipped, step_terms
 
 
-# The trained parameters of each network, as a walk over its modules takes far longer than the average.
-TRAINED: weakref.WeakKeyDictionary[nn.Module, list[nn.Parameter]] = weakref.WeakKeyDictionary()
+def trained_weights(net: nn.Module) -> list[nn.Parameter]:
+    """Lists the parameters that are trained, once: the walk over the modules takes far longer than an average."""
+    return [p for p in net.parameters() if p.requires_grad]
 
 
 @torch.no_grad()
-def update_ema(ema: nn.Module, model: nn.Module, decay: float) -> None:
-    """Moves the average's weights toward the model's; which ones are trained is decided in a network's first call."""
-    for net in (ema, model):
-        if net not in TRAINED:
-            TRAINED[net] = [p for p in net.parameters() if p.requires_grad]
-    torch._foreach_lerp_(sharding.local_tensors(TRAINED[ema]), sharding.local_tensors(TRAINED[model]), 1 - decay)
+def update_ema(average: list[nn.Parameter], weights: list[nn.Parameter], decay: float) -> None:
+    """Moves an average toward the weights: average = decay · average + (1 - decay) · weights."""
+    torch._foreach_lerp_(sharding.local_tensors(average), sharding.local_tensors(weights), 1 - decay)
 
 
 # ---- reports, grids and scores --------------------------------------------------------------------------------------
@@ -336,10 +333,11 @@ def main(cfg: TrainSettings) -> None:
     recorded = record_passes(run.objective, cfg.compile, device, cfg.grad_accum_steps)
     wrapped = speed.replicate(accelerator, recorded, sharded=cfg.sharding == "fsdp")
     run.optimizer = accelerator.prepare(run.optimizer)
-    record_update(accelerator, run.optimizer, cfg.compile, cfg.grad_accum_steps)
+    update = record_update(accelerator, run.optimizer, cfg.compile, cfg.grad_accum_steps)
     for name in cfg.evaluate.weights if run.evaluator else ():
         run.scores_compiled = speed.compile_to_sample(
             run.averages[name], None, None if cfg.compile else False, cfg.evaluate.num_samples, device)
+    weights, averages = trained_weights(run.model), {name: trained_weights(net) for name, net in run.averages.items()}
     stop = ranks.StopRequest(accelerator)
     for net in run.averages.values():
         net.register_forward_pre_hook(stop.end_sampling)
@@ -371,10 +369,10 @@ def main(cfg: TrainSettings) -> None:
         loss, grad_norm, skipped, terms = train_step(
             accelerator, wrapped, run.objective, run.optimizer, to_latent(stored, run.latents.kind), y,
             arrays, label_dropout=cfg.label_dropout, clip_norm=cfg.optimizer.clip_norm,
-            num_parts=cfg.grad_accum_steps,
+            num_parts=cfg.grad_accum_steps, update=update,
         )
         for name, decay in decays(run.step, cfg.ema.decay, cfg.ema.warmup).items():
-            update_ema(run.averages[name], run.model, decay)
+            update_ema(averages[name], weights, decay)
         run.sums.add(loss, grad_norm, skipped, terms)
         run.step, run.images = run.step + 1, run.images + cfg.batch_size
         bar.update()

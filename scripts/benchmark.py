@@ -213,9 +213,8 @@ class Variant:
         self.mark, self.part = lambda name: None, 0
         self.called.register_forward_pre_hook(lambda *_: self.mark("backward" if self.part else "forward"))
         self.called.register_forward_hook(self.end_forward)
-        record_update(accelerator, self.optimizer, how, self.num_parts)
-        self.update = getattr(self.optimizer, "replay_update", lambda update, gradients: update())
-        self.optimizer.replay_update = self.begin_update
+        self.update = record_update(accelerator, self.optimizer, how, self.num_parts)
+        self.weights, self.average = train.trained_weights(self.model), train.trained_weights(self.ema)
 
         self.first_step = sum(self.measure(1).values())
         self.resident = torch.cuda.memory_allocated() - others
@@ -239,10 +238,10 @@ class Variant:
             mark("data wait")
             measured = train.train_step(
                 self.accelerator, self.called, self.objective, self.optimizer, to_latent(stored, self.kind), y,
-                arrays, label_dropout=0.1, clip_norm=None, num_parts=self.num_parts,
+                arrays, label_dropout=0.1, clip_norm=None, num_parts=self.num_parts, update=self.begin_update,
             )
             mark("optimizer")
-            train.update_ema(self.ema, self.model, 0.9999)
+            train.update_ema(self.average, self.weights, 0.9999)
             mark("EMA")
             self.sums.add(*measured)
             mark("sums")

@@ -39,7 +39,7 @@ from runtime.device import device_name
 from runtime.schema import Location, Settings, first_line, read
 from sampling.generate import generate
 from scripts import benchmark
-from train import train_step, update_ema
+from train import train_step, trained_weights, update_ema
 from training import cuda_graphs, speed
 from training.cuda_graphs import record_passes, record_update
 from training.optimizers import build_optimizer
@@ -111,8 +111,8 @@ def make_stepper(
     speed.compile_blocks(objective.net, how)
     called = speed.replicate(accelerator, record_passes(objective, how, accelerator.device, num_parts), sharded)
     prepared = accelerator.prepare(build_optimizer(trained_parameters(objective), **ADAMW | (optimizer or {})))
-    record_update(accelerator, prepared, how, num_parts)
-    return partial(train_step, accelerator, called, objective, prepared, num_parts=num_parts,
+    update = record_update(accelerator, prepared, how, num_parts)
+    return partial(train_step, accelerator, called, objective, prepared, num_parts=num_parts, update=update,
                    **{"label_dropout": 0.0, "clip_norm": None, **options})
 
 
@@ -267,14 +267,14 @@ def check_waits(
     arrays = {"teacher": torch.randn(IMAGES, tokens, 64, device=device)} if objective else {}
     net = build_network(network).to(device)
     loss = build_objective(net, EDM(), objective, {name: a.shape[1:] for name, a in arrays.items()}).to(device)
-    ema, sums = copy.deepcopy(net), Sums(device, loss.terms)
+    weights, average, sums = trained_weights(net), trained_weights(copy.deepcopy(net)), Sums(device, loss.terms)
     step = make_stepper(accelerator, loss, optimizer=optimizer, label_dropout=0.1, clip_norm=1.0)
     try:
         for number in range(5):
             if device.type == "cuda" and number == 2:  # from here on what makes the host wait raises an error
                 torch.cuda.set_sync_debug_mode("error")
             sums.add(*step(x, y, arrays))
-            update_ema(ema, net, 0.999)
+            update_ema(average, weights, 0.999)
     finally:
         if device.type == "cuda":
             torch.cuda.set_sync_debug_mode("default")

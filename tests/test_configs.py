@@ -105,6 +105,15 @@ def test_settings_that_do_not_go_together_or_change_nothing_are_refused(typed, w
         checked(*typed)
 
 
+@pytest.mark.parametrize(("has", "precision"), [
+    ({"avx512_bf16": True}, "bf16"), ({"amx_bf16": True}, "bf16"), ({"avx512_bf16": False}, "fp32"), ({}, "fp32"),
+])
+def test_a_cpus_experiments_are_in_bf16_where_the_processor_multiplies_it(monkeypatch, has, precision):
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: has)
+    assert checked("experiment=emoji").precision == precision
+    assert checked("experiment=emoji", "precision=fp16").precision == "fp16"
+
+
 def test_a_typed_setting_without_effect_is_refused_however_equal_the_settings_are():
     cfg = settings(load("model=dit"))
     assert check_settings(cfg, {}) == cfg

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from objectives import DiffusionLoss
+from training.optimizers import update_weights
 
 # The modes of torch.compile that ask for CUDA graphs, and the mode that compiles the blocks inside our graphs.
 CUDA_GRAPHS = {"reduce-overhead": None, "max-autotune": "max-autotune-no-cudagraphs"}
@@ -174,8 +175,11 @@ def record_passes(
     return Recorded(objective, copies=num_parts > 1)
 
 
-def record_update(accelerator: Accelerator, optimizer: torch.optim.Optimizer, how: bool | str, num_parts: int) -> None:
-    """Makes `update_weights` replay steps of AdamW, where passes are recorded and gradients keep their addresses."""
+def record_update(
+    accelerator: Accelerator, optimizer: torch.optim.Optimizer, how: bool | str, num_parts: int,
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Returns `update_weights`; where passes are recorded, it replays AdamW's steps if gradients keep their place."""
     if (accelerator.device.type == "cuda" and how in CUDA_GRAPHS and num_parts == 1 and accelerator.scaler is None
             and isinstance(optimizer.optimizer, torch.optim.AdamW)):
-        optimizer.replay_update = RecordedUpdate(optimizer)
+        return partial(update_weights, replay=RecordedUpdate(optimizer))
+    return update_weights

@@ -1,6 +1,6 @@
 """Optimizers by name, steps that can be skipped without waiting for the device, and state as named tensors."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from accelerate import Accelerator
@@ -104,10 +104,12 @@ def step_unless(skipped: Tensor, optimizer: torch.optim.Optimizer, scaled: bool 
 
 def update_weights(
     accelerator: Accelerator, optimizer: torch.optim.Optimizer, clip_norm: float | None,
+    replay: Callable[..., tuple[Tensor, Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Takes a step by the gradients, clipped to `clip_norm`, and drops them; returns their norm before clipping.
 
-    Also returns whether the step was skipped because the norm was not finite. Never waits for the device.
+    Also returns whether the step was skipped because the norm was not finite. Never waits for the device. `replay` may
+    take the step as a CUDA graph.
     """
     accelerator.unscale_gradients(optimizer)
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -121,8 +123,7 @@ def update_weights(
         step_unless(skipped, optimizer, scaled=accelerator.scaler is not None)
         return grad_norm, skipped
 
-    replay = getattr(optimizer, "replay_update", None)  # cuda_graphs.record_update sets it
-    results = update() if replay is None else replay(update, gradients)
+    results = replay(update, gradients) if replay else update()
     optimizer.zero_grad(set_to_none=True)
     return results
 

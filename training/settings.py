@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 from pydantic import Field
 
@@ -59,7 +60,14 @@ def for_depth(blocks: Mapping[int, int], _root_: DictConfig) -> int:
     return blocks[depth]
 
 
-for resolver in (size_of, for_depth):  # in a YAML: ${size_of:${model.backbone_type}}, ${for_depth:{12:4,28:10}}
+def cpu_precision() -> str:
+    """Returns bf16 where the processor has instructions for it (AVX-512 BF16 or AMX), and elsewhere fp32."""
+    has = torch.cpu.get_capabilities()
+    return "bf16" if has.get("avx512_bf16") or has.get("amx_bf16") else "fp32"
+
+
+# In a YAML: ${size_of:${model.backbone_type}}, ${for_depth:{12:4,28:10}}, ${cpu_precision:}
+for resolver in (size_of, for_depth, cpu_precision):
     OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
 Decay = Annotated[float, Field(ge=0, lt=1)]
 

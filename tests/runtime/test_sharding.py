@@ -346,7 +346,7 @@ def step_on_shards() -> None:
             norm = sharding.total_norm(SimpleNamespace(num_processes=world), gradients)
             torch._foreach_mul_(sharding.local_tensors(gradients), (1.0 / (norm + 1e-6)).clamp(max=1))
             step_unless(torch.tensor(False), optimizer)
-            train.update_ema(ema, net, 0.9)
+            train.update_ema(train.trained_weights(ema), train.trained_weights(net), 0.9)
         torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
         assert operations.reduced == bool(step)
 

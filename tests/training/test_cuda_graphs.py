@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -17,9 +18,10 @@ from edm import EDM
 from objectives import DiffusionLoss, build_objective
 from rf import RF
 from routing_module import Route, RouteSchedule
-from train import train_step, update_ema
+from train import train_step, trained_weights, update_ema
 from training import cuda_graphs, speed
 from training.cuda_graphs import Recorded, record_passes
+from training.optimizers import update_weights
 
 TINY = dict(input_size=8, patch_size=2, in_channels=4, hidden_size=32, depth=4, num_heads=2, num_classes=4)
 
@@ -131,8 +133,9 @@ def trained(recorded, num_parts=1, precision="no", copies=None, after=lambda cal
     called = speed.replicate(accelerator, called)
     after(called)
     optimizer = accelerator.prepare(torch.optim.AdamW(net.parameters(), lr=2**-10, fused=True))
+    update = update_weights
     if recorded and num_parts == 1:
-        optimizer.replay_update = cuda_graphs.RecordedUpdate(optimizer)
+        update = partial(update_weights, replay=cuda_graphs.RecordedUpdate(optimizer))
     rows = []
     for objective.step in range(6):
         torch.manual_seed(2 * objective.step + accelerator.process_index)
@@ -141,7 +144,7 @@ def trained(recorded, num_parts=1, precision="no", copies=None, after=lambda cal
         group["lr"] = 2.0 ** -(10 + objective.step)     # exact in float32
         weight[0] = torch.nan if objective.step == 2 else weight[0]     # a step that is skipped
         row = train_step(accelerator, called, objective, optimizer, x, torch.arange(4), {"weight": weight},
-                         label_dropout=0.5, clip_norm=1.0, num_parts=num_parts)
+                         label_dropout=0.5, clip_norm=1.0, num_parts=num_parts, update=update)
         rows.append(row)
     rows = torch.stack([torch.stack([*row[:3], *row[3]]) for row in rows])
     return rows.nan_to_num(-1.0).tolist(), [p.detach().clone() for p in net.parameters()]
@@ -255,13 +258,14 @@ def test_a_recorded_step_and_its_average_cost_the_host_a_few_operations_whatever
         ema, objective = copy.deepcopy(net), DiffusionLoss(net, EDM())
         called = Recorded(objective, copies=False)
         optimizer = accelerator.prepare(torch.optim.AdamW(net.parameters(), fused=True))
-        optimizer.replay_update = cuda_graphs.RecordedUpdate(optimizer)
+        update = partial(update_weights, replay=cuda_graphs.RecordedUpdate(optimizer))
+        average, weights = trained_weights(ema), trained_weights(net)
         with monkeypatch.context() as patch:
             for _ in range(4):
                 with Host() as host:
                     train_step(accelerator, called, objective, optimizer, torch.randn(2, 4, 8, 8), torch.arange(2), {},
-                               label_dropout=0.1, clip_norm=1.0, num_parts=1)
-                    update_ema(ema, net, 0.9)
+                               label_dropout=0.1, clip_norm=1.0, num_parts=1, update=update)
+                    update_ema(average, weights, 0.9)
                 patch.setattr(torch.nn.Module, "parameters", lambda self: pytest.fail("a step walks over modules"))
         counts.append(host.count)
     assert counts[0] == counts[1] < 40, counts
@@ -283,5 +287,5 @@ def test_only_a_gpu_records_and_only_where_it_is_asked_to():
         optimizer = SimpleNamespace(optimizer=getattr(torch.optim, kind)(weights, lr=0.1), param_groups=[
             {"params": weights}])
         accelerator = SimpleNamespace(device=torch.device(device), scaler=scaler)
-        cuda_graphs.record_update(accelerator, optimizer, how, num_parts)
-        assert hasattr(optimizer, "replay_update") == is_recorded
+        update = cuda_graphs.record_update(accelerator, optimizer, how, num_parts)
+        assert (update is not update_weights) == is_recorded

@@ -13,7 +13,7 @@ from edm import EDM
 from objectives import build_objective
 from rf import RF
 from routing_module import Route, Router
-from train import train_step, update_ema
+from train import train_step, trained_weights, update_ema
 from training import speed
 from training.optimizers import build_optimizer, is_matrix
 from training.run import Sums
@@ -57,7 +57,7 @@ def take_step(block="dit", loss="edm", selection="random", num_parts=1, make_opt
         optimizer = accelerator.prepare_optimizer(make_optimizer(model), device_placement=False)
         taken = train_step(accelerator, objective, objective, optimizer, x, y, dict.fromkeys(objective.arrays, teacher),
                            label_dropout=0.1, clip_norm=1.0, num_parts=num_parts)
-        update_ema(ema, model, 0.99)
+        update_ema(trained_weights(ema), trained_weights(model), 0.99)
         sums.add(*taken)
     moments = [value for of_one in optimizer.state.values() for value in of_one.values()]
     assert len(moments) == sum(1 if make_optimizer is muon and is_matrix(*named) else 3

@@ -56,7 +56,7 @@ def test_the_blocks_large_layers_alone_are_converted_and_the_parameters_are_unch
     assert all(p is before[name] and p.dtype == torch.float32 for name, p in model.named_parameters())
     model(torch.randn(4, 4, 8, 8), torch.rand(4), torch.arange(4), routes=model.routes).sum().backward()
     ema.load_state_dict(model.state_dict())
-    train.update_ema(ema, model, 0.5)
+    train.update_ema(train.trained_weights(ema), train.trained_weights(model), 0.5)
     assert not any(type(layer).__name__ == "Float8Linear" for layer in ema.modules())
 
 
