@@ -11,12 +11,12 @@ def tiny(**kwargs):
     return DiT(**dict(input_size=8, in_channels=3, hidden_size=32, depth=3, num_heads=2, num_classes=5) | kwargs)
 
 
-@pytest.mark.parametrize("size", WIDTHS)
+@pytest.mark.parametrize("name", [*(f"DiT-{size}/4" for size in WIDTHS), "LightningDiT-B/1", "LightningDiT-L/2"])
 @pytest.mark.parametrize("options",
                          [{}, {"learn_sigma": True, "num_classes": 10}, {"input_size": 64, "in_channels": 3}])
-def test_the_architecture_is_read_off_the_weights(size, options):
+def test_the_architecture_is_read_off_the_weights(name, options):
     with torch.device("meta"):
-        model = DiT_models[f"DiT-{size}/4"](**options)
+        model = DiT_models[name](**options)
         again = DiT(**infer_architecture(model.state_dict()))
     assert {k: v.shape for k, v in again.state_dict().items()} == {k: v.shape for k, v in model.state_dict().items()}
     assert again.blocks[0].attn.num_heads == model.blocks[0].attn.num_heads

@@ -72,10 +72,10 @@ def names(cases: list[dict]) -> list[str]:
     return [case["name"] for case in cases]
 
 
-def assert_equal(ours: Tensor, theirs: list, atol: float = 1e-5) -> None:
+def assert_equal(ours: Tensor, theirs: list) -> None:
     theirs = torch.tensor(theirs, dtype=torch.float64)
     assert theirs.std() > 0.05, "the published values carry no signal"
-    torch.testing.assert_close(ours.double().flatten(), theirs.flatten(), rtol=0, atol=atol)
+    torch.testing.assert_close(ours.double().flatten(), theirs.flatten(), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("case", DIT["forward"], ids=names(DIT["forward"]))
@@ -87,7 +87,6 @@ def test_a_dense_forward_equals_facebookresearch_dit(case):
 
 
 def test_positions_equal_facebookresearch_dit():
-    assert_equal(DiT(**TINY).pos_embed, DIT["pos_embed"], atol=1e-6)
     xl = DiT(input_size=32, patch_size=2, hidden_size=1152, depth=1, num_heads=16).pos_embed
     assert checksum(xl) == pytest.approx(DIT["pos_embed_xl2_checksum"], abs=1e-3)
 
@@ -100,12 +99,14 @@ def test_keys_shapes_and_counts_equal_facebookresearch_dit_and_hustvl_lightningd
     assert sum(weight.numel() for weight in net.parameters() if weight.requires_grad) == size["trainable"]
 
 
-@pytest.mark.parametrize("init, theirs", [("adaln_zero", DIT["init"]), ("xavier", TREAD["init"])])
-def test_the_initial_weights_have_the_spread_of_the_published_ones(init, theirs):
+@pytest.mark.parametrize("config, theirs", [
+    ({"init": "adaln_zero"}, DIT["init"]), ({"init": "xavier"}, TREAD["init"]),
+    ({"block": "lightning", "qk_norm": True}, published("lightning")["init"])])
+def test_the_initial_weights_have_the_spread_of_the_published_ones(config, theirs):
     torch.manual_seed(0)
-    for key, weight in DiT(**TINY, init=init).state_dict().items():
+    for key, weight in DiT(**TINY, **config).state_dict().items():
         if theirs[key] == 0:
-            assert not weight.any(), f"{key} starts at zero there"
+            assert (weight == float("norm" in key)).all(), f"{key} starts at zero there, or at one"
         elif key != "x_embedder.proj.bias":  # DiT, as read, leaves it to PyTorch; TREAD and we zero it
             assert weight.std().item() == pytest.approx(theirs[key], rel=0.1), key
 
@@ -145,20 +146,6 @@ def test_the_loss_of_version_1_equals_the_code_of_january(case):
     assert loss.tolist() == pytest.approx(case["loss"], rel=0, abs=1e-5)
 
 
-def test_as_many_tokens_are_kept_as_in_compvis_tread():
-    for num_tokens, ratio, num_keep in TREAD["num_keep"]:
-        assert Router().get_mask(torch.empty(2, num_tokens, 4), ratio).shape == (2, num_keep)
-
-
-@pytest.mark.parametrize("case", EDM_["denoise"], ids=names(EDM_["denoise"]))
-@torch.no_grad()
-def test_the_denoised_estimate_equals_nvlabs_edm(case):
-    sigma = torch.tensor(case["sigma"])
-    x = wave(case["shape"], amplitude=0.7) + sigma.view(-1, 1, 1, 1) * wave(case["shape"], 1, 1.4)
-    D_x = EDM(**case["edm"]).denoise(NETS[case["net"]](), x, sigma, torch.tensor(case["y"]))
-    assert_equal(D_x, case["out"])
-
-
 @pytest.mark.parametrize("case", EDM_["loss"], ids=names(EDM_["loss"]))
 @torch.no_grad()
 def test_the_loss_is_the_mean_over_pixels_of_the_one_of_nvlabs_edm(case):
@@ -172,13 +159,6 @@ def test_a_sample_equals_nvlabs_edm(case):
     out = EDM().sample(NETS[case["net"]](), wave(case["shape"], 2, 1.4), torch.tensor(case["y"]),
                        randn_like=NOISES[case["noise"]](), **case["arguments"])
     assert_equal(out, case["out"])
-
-
-def test_the_noise_levels_of_ddpm_equal_facebookresearch_dit():
-    sigmas = DDPM().sigmas
-    assert len(sigmas) == DDPM_["num_timesteps"]
-    for t, abar in DDPM_["alphas_cumprod"]:
-        assert sigmas[t].item() == pytest.approx(math.sqrt((1 - abar) / abar), rel=1e-6)
 
 
 @torch.no_grad()
