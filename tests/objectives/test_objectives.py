@@ -1,4 +1,4 @@
-"""Objectives: version 1's loss, the losses of CONTRIBUTING.md, hidden states, and what is trained, saved and logged."""
+"""Objectives: the losses of CONTRIBUTING.md, hidden states, and what is trained, saved and logged."""
 
 import re
 
@@ -60,61 +60,7 @@ def test_settings_and_arrays_that_do_not_fit_raise_a_one_line_error(name, routes
         objective_of(name, routes, **settings)
 
 
-# ---- version 1 ------------------------------------------------------------------------------------------------------
-
-
-def version1(mae_weight=0.0):
-    return objective_of("version1", TWO_ROUTES, depth=6, mae_weight=mae_weight)
-
-
-def output_gradient(loss_of, net):
-    """The gradient of the summed loss in the network's output."""
-    outputs = []
-    hook = net.register_forward_hook(lambda *args: outputs.append(args[2]))
-    loss = loss_of(*version1_inputs())
-    hook.remove()
-    return torch.autograd.grad(loss.sum(), outputs[0])[0]
-
-
-def version1_inputs():
-    torch.manual_seed(3)
-    x = torch.randn(4, 3, 8, 8)
-    return x, torch.arange(4), torch.rand(4, 2, 16), torch.ones(4), torch.randn_like(x)
-
-
-def kept_pixels(noise, ratio):
-    """Which pixels belong to kept patches: (B, 1, 8, 8) bool for patches of side 2."""
-    ids = Router().get_mask(torch.empty(4, 16, 1), ratio, noise)
-    kept = torch.zeros(4, 16, dtype=torch.bool).scatter(1, ids, True)
-    return kept.view(4, 1, 4, 4).repeat_interleave(2, 2).repeat_interleave(2, 3)
-
-
-def test_the_loss_of_version_1_covers_the_patches_of_kept_tokens_and_its_term_those_of_routed_tokens():
-    objective, noise = version1(), version1_inputs()[2]
-    share = sum(kept_pixels(noise[:, r], route.selection_ratio) / (2 * 16 * (1 - route.selection_ratio))
-                for r, route in enumerate(TWO_ROUTES))
-    kept = output_gradient(objective.loss, objective.net)
-    assert ((kept != 0) == (share > 0)).all(), "routed patches count, or kept ones do not"
-    everywhere = output_gradient(lambda x, y, mask_noise, sigma, eps: EDM().loss(
-        objective.net, x, y, objective.routes, sigma, eps, mask_noise), objective.net)
-    torch.testing.assert_close(kept, everywhere * 16 * share, rtol=1e-5, atol=1e-7)  # where all count, each has 1/16
-    other = version1(mae_weight=0.5)
-    with_term = output_gradient(other.loss, other.net)
-    was_routed = ~(kept_pixels(noise[:, 0], 0.5) & kept_pixels(noise[:, 1], 0.25))
-    assert ((with_term != kept) == was_routed).all()
-
-
-def test_version_1_passes_the_network_the_masks_that_its_loss_counts():
-    objective, passed = objective_of("version1", TWO_ROUTES, depth=6), []
-    objective.net.register_forward_pre_hook(lambda _, args, kwargs: passed.append(kwargs["mask_noise"]),
-                                            with_kwargs=True)
-    loss = objective.loss
-    objective.loss = lambda x, y, mask_noise, *rest: passed.append(mask_noise) or loss(x, y, mask_noise, *rest)
-    loss_of(objective)
-    assert torch.equal(*passed) and passed[0].shape == (4, 2, 16)
-
-
-@pytest.mark.parametrize("diffusion", [RF(), EDM()])
+@pytest.mark.parametrize("diffusion", [RF(), EDM()])      # the loss itself: test_published_parity.py
 def test_version_1_refuses_another_diffusion_and_another_selection(diffusion):
     net = network(TWO_ROUTES, depth=6)
     net.router = Router("l1") if type(diffusion) is EDM else net.router

@@ -36,10 +36,9 @@ def test_a_transformer_gives_its_last_tokens_without_those_of_class_and_register
     assert load_teacher("test_vit", 4)(IMAGES).shape == (2, 16, 64)  # another grid: positions are resampled
 
 
-@pytest.mark.parametrize(("name", "width"), [("test_convnext", 48), ("test_efficientnet", 48)])
-def test_a_convolutional_network_gives_its_stride_16_map(hub, name, width):
-    save_file(timm.create_model(name).state_dict(), hub / f"{name}.safetensors")
-    assert load_teacher(name, 4)(IMAGES).shape == (2, 16, width)
+def test_a_convolutional_network_gives_its_stride_16_map(hub):
+    save_file(timm.create_model("test_efficientnet").state_dict(), hub / "test_efficientnet.safetensors")
+    assert load_teacher("test_efficientnet", 4)(IMAGES).shape == (2, 16, 48)
 
 
 class Pooled(torch.nn.Module):
