@@ -272,8 +272,6 @@ def map_npy(file: Path, shape: tuple[int, ...], dtype: str) -> np.ndarray:
     refuse_pointer(file)
     try:
         array = np.lib.format.open_memmap(file, mode="r")
-        if more := file.stat().st_size - array.offset - array.nbytes:  # numpy would ignore them
-            raise ValueError(f"it has {more} bytes more than its header says")
     except NPY_ERRORS as error:  # not an npy file, truncated, or an array of pickled Python objects
         raise ValueError(f"{file} is not a complete npy file of numbers ({first_line(error)}): copy the folder "
                          f"again, or delete it and prepare it again.") from error
@@ -311,8 +309,6 @@ def _open_folder(folder: Path, verify: bool) -> Latents:
     for file, labels in zip(files["labels"], maps["labels"], strict=True):
         check_labels(labels, meta.num_classes, file, 'correct the labels or "num_classes" in the record')
     pairs = [pair for paths in files.values() for pair in zip(paths, meta.shards, strict=True)]
-    if len({file for file, _ in pairs}) < len(pairs):
-        raise ValueError(f"{record} names a file for two shards: write it again.")
     hashes = {file: shard.sha256[file.name] for file, shard in pairs if file.name in shard.sha256}
     check_hashes(record, hashes, verify)
     return Latents(where=str(folder), starts=np.concatenate([[0], np.cumsum(counts)]),

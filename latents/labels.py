@@ -18,7 +18,7 @@ from latents.listing import Listing, a_few, is_hidden
 from runtime.files import parse_json
 from runtime.schema import first_line
 
-WAYS = ("folders", "parents", "names", "cls", "json", "none")
+WAYS = ("folders", "parents", "names", "cls", "none")
 NUMBER = re.compile(r"[-+]?\d*\.?\d+(e[-+]?\d+)?", re.IGNORECASE)
 
 
@@ -60,7 +60,7 @@ def label_images(way: str, listing: Listing, names: list[str], columns: Columns)
     elif way == "names":
         classes = [head_of(name) for name in inner]
     elif way in WAYS:
-        classes = read_beside(way, listing, names, columns.label)
+        classes = read_cls(listing, names)
     else:
         classes = match_names(rows, way, listing, inner)
     if unlabelled := [name for name, label in zip(inner, classes, strict=True) if label in (None, "")]:
@@ -101,21 +101,11 @@ def number_classes(classes: Sequence[object], listed: Sequence[object], where: s
 # ---- files beside the images ----------------------------------------------------------------------------------------
 
 
-def read_beside(suffix: str, listing: Listing, names: list[str], column: str) -> list[object]:
-    """Reads each image's .cls, or the value at `column` in its .json, as in webdataset's samples; None if absent."""
-    place = {name: i for i, name in enumerate(listing.names) if name.endswith(f".{suffix}")}
-
-    def read(name: str) -> object:
-        if (i := place.get(f"{posixpath.splitext(name)[0]}.{suffix}")) is None:
-            return None
-        try:
-            content = listing.read(i).decode().strip()
-            return content if suffix == "cls" else parse_json(content)[column]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{listing.names[i]} has no {column} ({error}): correct it, or set another "
-                             f"labels=.") from error
-
-    return [read(name) for name in names]
+def read_cls(listing: Listing, names: list[str]) -> list[str | None]:
+    """Reads the .cls beside each image, as in webdataset's samples; None if there is none."""
+    place = {name: i for i, name in enumerate(listing.names) if name.endswith(".cls")}
+    beside = [place.get(f"{posixpath.splitext(name)[0]}.cls") for name in names]
+    return [None if i is None else listing.read(i).decode().strip() for i in beside]
 
 
 # ---- label files ----------------------------------------------------------------------------------------------------
@@ -208,12 +198,13 @@ def only_way(source: str | Path, listing: Listing, names: list[str], columns: Co
     inner = [listing.name_in_tar(name) for name in names]
     depths, tops = {name.count("/") for name in inner}, {name.split("/")[0] for name in inner}
     stems, present = {posixpath.splitext(name)[0] for name in names}, {*listing.names}
-    beside = [suffix for suffix in ("cls", "json") if any(f"{stem}.{suffix}" in present for stem in stems)]
+    beside = ["cls"] if any(f"{stem}.cls" in present for stem in stems) else []
     files = [f"{listing.path}/{name}" for name in listing.names if not is_hidden(name) and (
-        name.endswith((".csv", ".jsonl", ".parquet")) or posixpath.basename(name) == "dataset.json")]
+        name.endswith((".csv", ".jsonl", ".parquet")) or posixpath.basename(name) == "dataset.json"
+        or name.endswith(".json") and posixpath.splitext(name)[0] in stems)]
     if depths == {1} and len(tops) > 1 and not files and not beside:
         return "folders"
-    if depths == {0} and beside == ["cls"] and not files:
+    if depths == {0} and beside and not files:
         return "cls"
     folders = [] if depths == {0} else ["folders"] if depths == {1} else ["folders", "parents"]
     heads = {head_of(name) for name in names}
@@ -226,8 +217,8 @@ def only_way(source: str | Path, listing: Listing, names: list[str], columns: Co
 def describe(way: str, listing: Listing, names: list[str], columns: Columns) -> str:
     """Describes what a way to label the images gives."""
     try:
-        if way in ("cls", "json"):
-            return f"labels={way}: the .{way} of each image"
+        if way == "cls":
+            return "labels=cls: the .cls of each image"
         if way.endswith(".parquet"):
             return f"source={way} for the images in it; or its labels, written as a .csv"
         class_names = label_images(way, listing, names, columns)[1]

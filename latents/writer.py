@@ -15,9 +15,7 @@ import torch
 from accelerate import PartialState
 from tqdm import tqdm
 
-from latents.decoding import REMARKS
 from latents.folder import map_npy, row_types
-from latents.listing import a_few
 from latents.loader import read_ahead
 from runtime.files import atomic_write, lock_folder, remove, require_room, sha256, write_text
 from runtime.schema import read_json
@@ -140,20 +138,20 @@ def npy_appender(path: Path, like: np.ndarray) -> Iterator[Callable[[np.ndarray]
 def write_shard(out: Path, shard: int, batches: Iterable[tuple[dict[str, np.ndarray], list]]) -> None:
     """Writes one shard and then its record, which marks it as complete.
 
-    A batch is (rows, remarks). `rows` has an array for each name in `row_types`, and is empty if no image could be
-    read. `remarks` has [name, reason] for each unreadable image, and [name, one of REMARKS] for some readable ones.
+    A batch is (rows, unreadable). `rows` has an array for each name in `row_types`, and is empty if no image could be
+    read. `unreadable` has [name, reason] for each image that could not.
     """
     count, unreadable = 0, []
     writers: dict[Path, Callable[[np.ndarray], None]] = {}
     with ExitStack() as stack:
-        for rows, remarks in batches:
+        for rows, reasons in batches:
             for name, part in rows.items():
                 file = out / f"{name}-{shard:05d}.npy"
                 if file not in writers:
                     writers[file] = stack.enter_context(npy_appender(file, part))
                 writers[file](part)
             count += len(rows["labels"]) if rows else 0
-            unreadable += remarks
+            unreadable += reasons
     write_json(out / f"record-{shard:05d}.json", {
         "count": count, "unreadable": unreadable, "sha256": {file.name: sha256(file) for file in writers}})
 
@@ -178,8 +176,7 @@ def finish(
     out: Path, metadata: dict, records: list[dict], left_out: Iterable[tuple[str, str]], device: torch.device,
 ) -> None:
     """Combines the shards' records into metadata.json, which marks the folder as complete, and prints a summary."""
-    remarks = [tuple(row) for record in records for row in record["unreadable"]]
-    reasons = [*left_out, *(row for row in remarks if row[1] not in REMARKS)]
+    reasons = [*left_out, *(row for record in records for row in record["unreadable"])]
     count = sum(record["count"] for record in records)
     if count == 0:
         raise ValueError(f"source={metadata['source']} has no readable image; {': '.join(reasons[-1])}.")
@@ -191,9 +188,6 @@ def finish(
     write_json(out / "metadata.json", metadata | {"shards": shards, "unreadable": [name for name, _ in reasons]})
     clean_up(out, "record-*.json")
 
-    for remark in REMARKS:
-        if names := [name for name, reason in remarks if reason == remark]:
-            print(f"{len(names):,} of {count:,} images: the file {remark}: {a_few(names)}")
     if reasons:
         print(f"{len(reasons)} files are not in the set ({out / 'metadata.json'} lists all of them):")
         for name, reason in reasons[:20]:

@@ -48,7 +48,6 @@ class PrepareSettings(Settings):
     mirror: bool
     teacher: Location | None
     patch_size: Size
-    images: bool
     labels: Location | None
     image_column: Text
     name_column: Text
@@ -68,21 +67,16 @@ class PrepareSettings(Settings):
 
 
 def decode_batch(source: ImageSource, indices: range, resolution: int) -> tuple[np.ndarray, list[int], list[list[str]]]:
-    """Returns the readable images uint8 (b,R,R,3), their indices, and remarks.
-
-    Remarks are [name, text] for unreadable images, and for readable ones that are not used exactly as stored.
-    """
-    pixels, readable, remarks = [], [], []
+    """Returns the readable images uint8 (b,R,R,3), their indices, and [name, reason] for the others."""
+    pixels, readable, unreadable = [], [], []
     for index in indices:
         try:
             pixels.append(source.pixels(index, resolution))
             readable.append(index)
-            if index in source.remarks:
-                remarks.append([source.names[index], source.remarks[index]])
         except UnreadableImage as error:
-            remarks.append([source.names[index], str(error)])
+            unreadable.append([source.names[index], str(error)])
     images = np.stack(pixels) if pixels else np.empty((0, resolution, resolution, 3), np.uint8)
-    return images, readable, remarks
+    return images, readable, unreadable
 
 
 def encode_rows(
@@ -120,7 +114,7 @@ def as_stored(rows: torch.Tensor, what: str) -> np.ndarray:
     rows = rows.half()
     if not rows.isfinite().all():
         raise ValueError(f"The {what} are not finite or overflow float16 for some images: use precision=fp32, because "
-                         f"some networks overflow in fp16. A teacher can also run in the training step (images=true).")
+                         f"some networks overflow in fp16.")
     return rows.cpu().numpy()
 
 
@@ -195,7 +189,7 @@ def main(cfg: PrepareSettings) -> None:
 
     settings = dict(resolution=resolution, autoencoder=autoencoder, kind=kind, mirror=cfg.mirror, seed=cfg.seed,
                     precision=cfg.precision, shard_size=cfg.shard_size, tf32=cfg.tf32, fingerprint=source.fingerprint(),
-                    teacher=cfg.teacher, patch_size=cfg.patch_size if cfg.teacher else None, images=cfg.images or None)
+                    teacher=cfg.teacher, patch_size=cfg.patch_size if cfg.teacher else None)
     if weights := stamps(autoencoder, cfg.teacher):
         settings["weights"] = weights
     if is_finished(out, settings, state.is_main_process):
@@ -216,22 +210,18 @@ def main(cfg: PrepareSettings) -> None:
             teacher = load_teacher(cfg.teacher, side // cfg.patch_size).to(state.device)
         shape = [(side // cfg.patch_size) ** 2, teacher.width]
         arrays["teacher"] = {"shape": shape, "dtype": "float16", "mirror": "files", "source": cfg.teacher}
-    if cfg.images:
-        arrays["image"] = {"shape": [3, resolution, resolution], "dtype": "uint8", "mirror": "flip"}
 
     def encode(decoded: tuple[np.ndarray, list[int], list]) -> tuple[dict[str, np.ndarray], list]:
-        images, indices, remarks = decoded
+        images, indices, unreadable = decoded
         if not indices:
-            return {}, remarks
+            return {}, unreadable
         batch, rows = torch.from_numpy(images), {"labels": source.labels[indices].astype("<i8")}
         for mirror in (False, True)[: 1 + cfg.mirror]:
             rows["mirrored" if mirror else "latents"] = encode_rows(vae, batch, indices, kind, cfg.seed, mirror)
             if teacher is not None:
                 name = "teacher_mirrored" if mirror else "teacher"
                 rows[name] = teach_rows(teacher, batch, cfg.precision, mirror)
-        if cfg.images:
-            rows["image"] = images.transpose(0, 3, 1, 2)
-        return rows, remarks
+        return rows, unreadable
 
     metadata = {
         "shape": [vae.channels, side, side], "kind": kind, "mirrored": cfg.mirror,
@@ -243,8 +233,7 @@ def main(cfg: PrepareSettings) -> None:
     write_folder(out, settings, metadata, (vae.channels * (2 if kind == "moments" else 1), side, side), len(source),
                  shard_size=cfg.shard_size, batch_size=cfg.batch_size, threads=cfg.num_workers, state=state,
                  read=lambda indices: decode_batch(source, indices, resolution), encode=encode,
-                 left_out=source.left_out, when_full=" kind=sample and mirror=false each take half the space, and "
-                 "images=true takes less than a teacher's tokens.")
+                 left_out=source.left_out, when_full=" kind=sample and mirror=false each take half the space.")
 
 
 if __name__ == "__main__":

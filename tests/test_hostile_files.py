@@ -17,7 +17,6 @@ from conftest import one_rank, save_vae
 from safetensors.torch import save_file
 from test_data import labels_of, numbered, write_folder
 from test_import_latents import import_latents, npy, write_lightningdit, write_repa
-from test_labels import put_tar
 from training_runs import command, rows, write_run
 
 import fid
@@ -26,7 +25,6 @@ import train
 from dit import DiT
 from latents.folder import map_npy, open_latents
 from runtime import files
-from sampling.pictures import draw_grid
 from scoring.features import load_extractor
 from scoring.image_sets import open_images
 from scoring.score import open_reference
@@ -85,11 +83,6 @@ def save_vae_with_pickle(at: Path) -> None:
     save(Harm(), at / "vae/diffusion_pytorch_model.bin")
 
 
-def write_tar_of_maskdit(at: Path) -> None:
-    put_tar(at / "latent_imagenet_512_train-0000.tar",
-            {"0000000.latent": pickle.dumps(Harm()), "0000000.cls": b"1"})
-
-
 PICKLES = {  # where one is: what writes it in a folder, what reads it there, what is said; "": it is read otherwise
     **{f"weights {form} {is_new}": (partial(save_among_weights, form, is_new), lambda at: read_weights(at / "x.pt"),
                                     FOUND) for form in range(len(AMONG_WEIGHTS)) for is_new in (True, False)},
@@ -107,10 +100,6 @@ PICKLES = {  # where one is: what writes it in a folder, what reads it there, wh
                       lambda at: open_latents(at / "set"), "is not a complete npy file of numbers"),
     "REPA's arrays": (lambda at: (write_repa(at)[0] / "vae-sd/00000/img-mean-std-00000011.npy").write_bytes(npy(HARM)),
                       lambda at: import_latents(at / "repa", at / "out", "repa"), NEVER),
-    "tars": (lambda at: put_tar(at / "x.tar", {"a.latent.npy": npy(HARM), "a.cls": b"1"}),
-             lambda at: import_latents(at / "x.tar", at / "out", "tread", kind="sample"), NEVER),
-    "MaskDiT's tar": (write_tar_of_maskdit, lambda at: import_latents(
-        *at.glob("*.tar"), at / "out", "tread", kind="sample"), "is never loaded"),
     "reference": (lambda at: np.savez(at / "x.npz", mu=HARM, sigma=np.eye(192)),
                   lambda at: open_reference(one_rank(), at / "x.npz", load_extractor(one_rank(), "pixels")),
                   f"it is damaged, or holds pickled Python objects, {NEVER}"),
@@ -192,17 +181,6 @@ def test_nothing_outside_of_a_run_is_changed_or_copied_through_a_link_in_it(hone
     assert not any(content and b"PRIVATE" in os.fsencode(content) for content in everything(run).values())
 
 
-def test_a_link_instead_of_a_checkpoint_is_skipped_and_set_aside(tmp_path):
-    checkpoints.save(checkpoints.step_folder(tmp_path, 2), {"model": {"a": torch.ones(1)}}, {"step": 2})
-    place = checkpoints.step_folder(tmp_path, 4)
-    place.symlink_to("nothing")
-    with pytest.warns(UserWarning, match="step-00000004 is damaged"):
-        assert checkpoints.latest(tmp_path) == checkpoints.step_folder(tmp_path, 2)
-    checkpoints.set_aside_after(tmp_path, 2)
-    checkpoints.save(place, {"model": {"a": torch.ones(1)}}, {"step": 4})
-    assert checkpoints.problem(place) is None and place.with_name("damaged-step-00000004").is_symlink()
-
-
 @pytest.mark.parametrize("name", ["../x", "/x", "ema/../../x", "a" * 100_000, "a\0b", ""])
 def test_a_record_names_files_of_its_checkpoint_alone(tmp_path, name):
     folder = checkpoints.step_folder(tmp_path, 4)
@@ -273,14 +251,6 @@ def test_what_is_beyond_the_table_of_classes_is_refused(untrained, tmp_path):
     for change in ({"classes": [0, 3]}, {"class_names": ["a"] * 4}, {"display_names": ["a"] * 4}):
         checkpoints.write_meta(run / STEP, whole | {"data": whole["data"] | change})
         assert "4 classes" in in_a_line(load_trained, run)
-
-
-@pytest.mark.parametrize("name", ["a\nb", "a\0b", "a\u2028b", "\r"])
-def test_a_class_whose_name_breaks_a_line_is_shown_with_a_space(name):
-    two = torch.zeros(2, 8, 8, 3, dtype=torch.uint8)
-    shown = draw_grid(two, [0, 1], ["a b" if len(name) == 3 else " ", "cat"])
-    assert shown.tobytes() == draw_grid(two, [0, 1], [name, "cat"]).tobytes()
-    assert draw_grid(two, [0, 1], ["x" * 2**20, "cat"]).size
 
 
 # ---- arrays ---------------------------------------------------------------------------------------------------------

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from dit import DiT, DiT_models
 from edm import DDPM, EDM
 from objectives.version1 import Version1
-from routing_module import Route, Router
+from routing_module import Route
 
 TINY = dict(input_size=8, patch_size=2, in_channels=4, hidden_size=64, depth=3, num_heads=4, num_classes=10)
+TINY_LIGHTNING = TINY | {"block": "lightning"}
 
 
 # ---- The closed formulas: the published side evaluated these very functions ------------------------------------
@@ -49,6 +50,20 @@ class SameNoise:
         return wave(tuple(x.shape), 100, math.sqrt(2)).to(x.dtype)
 
 
+def filled(net: DiT) -> DiT:
+    """As fill, with one added to the weights of norms, as the published side did."""
+    for key, weight in fill(net).state_dict().items():
+        if "norm" in key:
+            weight += 1
+    return net
+
+
+def noise_that_keeps(ids_keep: list, num_tokens: int) -> Tensor:
+    """Noise (B, R, N) by which the tokens ids_keep (R, B, K) are kept, in their own order."""
+    noise = [torch.ones(len(ids), num_tokens).scatter(1, torch.tensor(ids), 0.0) for ids in ids_keep]
+    return torch.stack(noise, dim=1)
+
+
 NETS = {"pointwise": Pointwise, "dit": lambda: fill(DiT(**TINY))}
 NOISES = {"counted": CountedNoise, "same": SameNoise}
 
@@ -65,7 +80,8 @@ def published(name: str) -> dict:
     return json.loads((Path(__file__).parent / "published" / f"{name}.json").read_text())
 
 
-DIT, EDM_, TREAD, TREAD_V1, DDPM_ = (published(name) for name in ("dit", "edm", "tread", "tread_v1", "ddpm"))
+DIT, EDM_, TREAD, TREAD_V1, DDPM_, LIGHTNING = (
+    published(name) for name in ("dit", "edm", "tread", "tread_v1", "ddpm", "lightning"))
 
 
 def names(cases: list[dict]) -> list[str]:
@@ -78,12 +94,20 @@ def assert_equal(ours: Tensor, theirs: list) -> None:
     torch.testing.assert_close(ours.double().flatten(), theirs.flatten(), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", DIT["forward"], ids=names(DIT["forward"]))
+# LightningDiT with TREAD routes blocks 2 to depth - 4, inclusive.
+FORWARD = [(TINY, case | {"routes": [], "ids_keep": []}) for case in DIT["forward"]] + [
+    (TINY, case) for case in TREAD["routed"]] + [
+    (TINY_LIGHTNING, {"routes": [], "ids_keep": []} | case) for case in LIGHTNING["forward"]] + [
+    (TINY_LIGHTNING, {"routes": [(2, -4, 0.5)]} | case) for case in published("lightning_tread")["routed"]]
+
+
+@pytest.mark.parametrize("tiny, case", FORWARD)
 @torch.no_grad()
-def test_a_dense_forward_equals_facebookresearch_dit(case):
-    net = fill(DiT(**TINY | case["config"]))
-    out = net(wave(case["shape"], amplitude=1.4), torch.tensor(case["t"]), torch.tensor(case["y"]))
-    assert_equal(out, case["out"])
+def test_a_forward_equals_facebookresearch_dit_compvis_tread_hustvl_lightningdit_and_lightningdit_tread(tiny, case):
+    net = filled(DiT(**tiny | case["config"], routes=[Route(*route) for route in case["routes"]]))
+    mask_noise = noise_that_keeps(case["ids_keep"], net.pos_embed.shape[1]) if net.routes else None
+    x, t, y = wave(case["shape"], amplitude=1.4), torch.tensor(case["t"]), torch.tensor(case["y"])
+    assert_equal(net(x, t, y, routes=net.routes, mask_noise=mask_noise), case["out"])
 
 
 def test_positions_equal_facebookresearch_dit():
@@ -91,7 +115,7 @@ def test_positions_equal_facebookresearch_dit():
     assert checksum(xl) == pytest.approx(DIT["pos_embed_xl2_checksum"], abs=1e-3)
 
 
-@pytest.mark.parametrize("size", DIT["sizes"] + published("lightning")["sizes"], ids=lambda size: size["name"])
+@pytest.mark.parametrize("size", DIT["sizes"] + LIGHTNING["sizes"], ids=lambda size: size["name"])
 def test_keys_shapes_and_counts_equal_facebookresearch_dit_and_hustvl_lightningdit(size):
     with torch.device("meta"):
         net = DiT_models[size["model"]](**size["config"])
@@ -101,7 +125,7 @@ def test_keys_shapes_and_counts_equal_facebookresearch_dit_and_hustvl_lightningd
 
 @pytest.mark.parametrize("config, theirs", [
     ({"init": "adaln_zero"}, DIT["init"]), ({"init": "xavier"}, TREAD["init"]),
-    ({"block": "lightning", "qk_norm": True}, published("lightning")["init"])])
+    ({"block": "lightning", "qk_norm": True}, LIGHTNING["init"])])
 def test_the_initial_weights_have_the_spread_of_the_published_ones(config, theirs):
     torch.manual_seed(0)
     for key, weight in DiT(**TINY, **config).state_dict().items():
@@ -111,38 +135,13 @@ def test_the_initial_weights_have_the_spread_of_the_published_ones(config, their
             assert weight.std().item() == pytest.approx(theirs[key], rel=0.1), key
 
 
-@pytest.mark.parametrize("case", TREAD["routed"], ids=names(TREAD["routed"]))
-@torch.no_grad()
-def test_a_routed_forward_equals_compvis_tread(case):
-    net = fill(DiT(**TINY | case["config"], routes=[Route(*route) for route in case["routes"]]))
-    masks = iter(torch.tensor(ids) for ids in case["ids_keep"])
-    num_keep = []
-
-    class Forced(Router):
-        def get_mask(self, x, selection_ratio):
-            num_keep.append(super().get_mask(x, selection_ratio).shape[1])
-            return next(masks).sort(dim=1).values
-
-    net.router = Forced()
-    x, t, y = wave(case["shape"], amplitude=1.4), torch.tensor(case["t"]), torch.tensor(case["y"])
-    out = net(x, t, y, routes=net.routes)
-    assert num_keep == [len(ids[0]) for ids in case["ids_keep"]]
-    assert_equal(out, case["out"])
-
-
-def noise_that_keeps(ids_keep: list, num_tokens: int = 16) -> Tensor:
-    """Noise (B, R, N) by which the tokens ids_keep (R, B, K) are kept."""
-    noise = [torch.ones(len(ids), num_tokens).scatter(1, torch.tensor(ids), 0.0) for ids in ids_keep]
-    return torch.stack(noise, dim=1)
-
-
 @pytest.mark.parametrize("case", TREAD_V1["loss"], ids=names(TREAD_V1["loss"]))
 @torch.no_grad()
 def test_the_loss_of_version_1_equals_the_code_of_january(case):
     net = fill(DiT(**TINY | {"depth": 4}, routes=[Route(*route) for route in case["routes"]]))
     x, eps, y = wave(case["shape"], amplitude=0.7), wave(case["shape"], 1, 1.4), torch.tensor(case["y"])
     objective = Version1(net, EDM(), mae_weight=case["mae_weight"])
-    loss = objective.loss(x, y, noise_that_keeps(case["ids_keep"]), torch.tensor(case["sigma"]), eps)
+    loss = objective.loss(x, y, noise_that_keeps(case["ids_keep"], 16), torch.tensor(case["sigma"]), eps)
     assert loss.tolist() == pytest.approx(case["loss"], rel=0, abs=1e-5)
 
 

@@ -253,9 +253,7 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     "the first one, in class folders": (numbered("cat/0.png", "dog/1.png") | {"dog/1.cls": "7"}, "", {}, [
         "labels=folders: 2 classes (cat, dog); labels=cls: the .cls of each image"]),
     "img2dataset's output_format=files": (IMG2DATASET, "", {}, [
-        "labels=folders: 2 classes (00000, 00001); labels=json: the .json of each image"]),
-    "its labels": (IMG2DATASET, "", {"labels": "json"}, RIGHT),
-    "its other column": (IMG2DATASET, "", {"labels": "json", "label": "kind"}, ["00000/0.json has no kind"]),
+        "labels=folders: 2 classes (00000, 00001); labels=", "0.json is not EDM's {", "write a .csv, as docs/data.md"]),
     "its parquet files beside the images": (inside("00000", FLAT) | {"00000.parquet": parquet(key=[1])}, "", {},
                                             ["labels=folders: 1 class", "00000.parquet for the images in it"]),
     "its parquet files beside tars": ({"x/0.tar": SAMPLES, "x/0.parquet": parquet(key=[1])}, "x", {},

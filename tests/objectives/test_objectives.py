@@ -12,8 +12,6 @@ from dit import DiT
 from edm import EDM
 from objectives import DiffusionLoss, build_objective, own_state, trained_parameters
 from objectives.diffusion import hidden_after
-from objectives.version1 import Version1
-from rf import RF
 from routing_module import Route, Router
 from training.speed import compile_blocks
 from weights import checkpoint as checkpoints
@@ -50,22 +48,12 @@ def loss_of(objective, **arrays):
 @pytest.mark.parametrize(("name", "routes", "settings", "says"), [
     ("version2", [], {}, "there is no objectives/version2.py; choose one of alignment, .*version1"),
     ("teachers", [], {}, "there is no objectives/teachers.py"),
-    ("alignment", [], dict(shapes={}), "needs teacher-.*.npy beside the latents, which have no extra array.*teacher="),
     ("alignment", [], dict(shapes={"teacher": (12, 4, 4)}), r"has rows of shape \(12, 4, 4\): run .*patch_size=2"),
-    ("alignment", [], dict(block=4), "Block 4 is not in this network, which has 4 blocks"),
     ("version1", [], {}, "set diffusion=edm, model.routes, and model.selection=random"),
 ])
 def test_settings_and_arrays_that_do_not_fit_raise_a_one_line_error(name, routes, settings, says):
     with pytest.raises(ValueError, match=says):
         objective_of(name, routes, **settings)
-
-
-@pytest.mark.parametrize("diffusion", [RF(), EDM()])      # the loss itself: test_published_parity.py
-def test_version_1_refuses_another_diffusion_and_another_selection(diffusion):
-    net = network(TWO_ROUTES, depth=6)
-    net.router = Router("l1") if type(diffusion) is EDM else net.router
-    with pytest.raises(ValueError, match="version1 is a loss of EDM"):
-        Version1(net, diffusion)
 
 
 # ---- a loss of one's own: those that CONTRIBUTING.md shows

@@ -15,13 +15,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, run_command
+from conftest import ROOT
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
 from spoils import cut, gone, put, refused
 from test_labels import put_tar
 
-from latents.folder import open_latents
 from latents.images import open_source
 from runtime.schema import CONFIGS
 from scripts import import_latents as script
@@ -71,12 +70,11 @@ def log_moments(count=COUNT, seed=0):
 # ---- the forms, as their writers' code has them ---------------------------------------------------------------------
 
 
-def write_listed(place: Path, arrays, labels=LABELS, name="img-mean-std-{:08d}.npy", zipped=False, prefix="", extra=()):
+def write_listed(place: Path, arrays, labels=LABELS, name="img-mean-std-{:08d}.npy", zipped=False, prefix=""):
     """NVIDIA's dataset_tool.py encode: 00000/<name>.npy and dataset.json, in a folder or a stored zip."""
     files = {f"00000/{name.format(i)}": npy(array) for i, array in enumerate(arrays)}
     pairs = [[file, int(label)] for file, label in zip(files, labels, strict=True)]
     files["dataset.json"] = json.dumps({"labels": pairs}).encode()
-    files |= dict(extra)
     if zipped:
         with zipfile.ZipFile(place, "w") as archive:  # stored
             for file, content in files.items():
@@ -238,7 +236,8 @@ IMPORTED = {  # what was brought, settings, what the stored values become, value
     "NVlabs/edm2#9, pixels in 0..1": (write_edm2, EDM2, of_edm2, {
         "kind": "moments", "autoencoder": "sd_vae_mse", "scale": 0.5, "pixels": [0, 1],
         "latents_mean": [5.81, 3.25, 0.12, -2.15], "latents_std": [4.17, 4.62, 3.71, 3.28]}),
-    "TREAD's tars": (write_tread, TREAD, np.copy, {"kind": "sample", "scale": 0.18215, "autoencoder": "sd_vae_ema"}),
+    "TREAD's tars": (write_tread, TREAD | {"num_classes": 4}, np.copy,
+                     {"kind": "sample", "scale": 0.18215, "autoencoder": "sd_vae_ema", "num_classes": 4}),
     "unscaled tars": (made(write_tread, place="*.tar"), TREAD | {"scale": 0.5}, lambda z: z * np.float32(0.5),
                       {"kind": "sample", "scale": 0.5}),
     "tars of moments": (made(write_tread, values=BEYOND, place="train-{0000..0001}.tar"), TREAD | {"kind": "moments"},
@@ -281,9 +280,9 @@ def test_stored_values_become_what_the_codes_own_loader_makes_of_them_with_their
         np.testing.assert_allclose(arrays["latents"] / metadata["scale"] * std + mean, values[0], atol=1e-2)
 
 
-@pytest.mark.parametrize("zipped", [False, True])
-def test_a_set_without_labels_is_one_class(tmp_path, zipped):
-    source, _ = write_repa(tmp_path, zipped, moments(), extra={"dataset.json": b'{"labels": null}'}.items())
+def test_a_set_without_labels_is_one_class(tmp_path):
+    source, _ = write_repa(tmp_path)
+    put(JSON, '{"labels": null}')(source)
     metadata, arrays = import_latents(source, tmp_path / "out", **REPA)
     assert metadata["num_classes"] == 1 and metadata["count"] == COUNT and not arrays["labels"].any()
 
@@ -414,24 +413,7 @@ def test_the_lines_that_rewrite_pickles_one_trusts_make_tars_that_are_read(tmp_p
     assert np.array_equal(arrays["latents"][:, :4], (values[:, :4] * SCALE).astype(np.float16))
 
 
-# ---- resuming, the command, training --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("name", "content"), [("latents-00000.npy", b"half"), ("labels-00000.npy", b""),
-                                               ("record-00000.json", b"{}")])
-def test_a_shard_that_is_not_as_it_was_written_is_written_again(tmp_path, name, content):
-    source, _ = write_fastdit(tmp_path)
-    out = tmp_path / "out"
-    import_latents(source, out, shard_size=5, **FAST)
-    complete = {file.name: file.read_bytes() for file in out.iterdir()}
-    shards = json.loads((out / "metadata.json").read_text())["shards"]
-    for number in range(2):  # as a kill leaves it
-        (out / f"record-{number:05d}.json").write_text(json.dumps(shards[number] | {"unreadable": []}))
-    (out / name).write_bytes(content)
-    (out / "metadata.json").unlink()
-    (out / "latents-00002.npy").unlink()
-    import_latents(source, out, shard_size=5, **FAST)
-    assert {file.name: file.read_bytes() for file in out.iterdir()} == complete
+# ---- resuming --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("write", "settings", "file"), [
@@ -444,17 +426,3 @@ def test_a_source_whose_files_have_changed_is_not_the_one_that_was_begun(tmp_pat
     import_latents(source, tmp_path / "out", **settings)  # already complete
     (source / file).write_bytes((source / file).read_bytes())  # at another time
     refused(lambda: import_latents(source, tmp_path / "out", **settings), "sizes or times of the source's files differ")
-
-
-def test_imported_latents_have_hashes_and_train(tmp_path, fresh_accelerator):
-    import train
-
-    source, _ = write_repa(tmp_path)
-    run_command(script.main, "import_latents.py", source=source, out=tmp_path / "out", format="repa", num_classes=4)
-    latents = open_latents(tmp_path / "out", verify=True)
-    assert (latents.shape, latents.num_classes, latents.kind, len(latents.hashes)) == ((4, 8, 8), 4, "moments", 2)
-    run_command(train.main, "train.py", "experiment=small", "cpu=true", "data.path=" + str(tmp_path / "out"),
-                "data.verify=true", "model.hidden_size=32", "model.num_heads=2",
-                "model.depth=6", "samples.every=0", "steps=2", "batch_size=4", run_dir=tmp_path / "run")
-    losses = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert losses[-1]["step"] == 2

@@ -47,12 +47,6 @@ def test_a_file_is_safetensors_own_byte_for_byte_and_hashed_without_being_read(t
     assert checkpoints.problem(tmp_path / "step-00000001") is None
 
 
-def test_files_are_written_side_by_side():
-    tensors = {name: {str(i): torch.ones(count) for i in range(12)} for name, count in (("model", 1), ("training", 2))}
-    order = [file for file, _ in checkpoints.write_order(tensors)]
-    assert all(abs(order[:n].count("model") - n / 2) <= 1 for n in range(25))
-
-
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     """The checkpoints of two steps of a run."""

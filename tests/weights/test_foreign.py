@@ -10,9 +10,19 @@ import torch
 from closed_forms import amplitude_of
 from conftest import one_rank, run_command, save_vae
 from safetensors.torch import save_file
-from test_lightning import TINY as LIGHTNING_TINY
-from test_lightning import filled
-from test_published_parity import DDPM_, TINY, CountedNoise, assert_equal, fill, names, published, wave
+from test_published_parity import (
+    DDPM_,
+    LIGHTNING,
+    TINY,
+    TINY_LIGHTNING,
+    CountedNoise,
+    assert_equal,
+    fill,
+    filled,
+    names,
+    published,
+    wave,
+)
 from torch import nn
 from training_runs import trained
 
@@ -27,7 +37,7 @@ from weights.foreign import diffusers_names
 from weights.loading import load_trained
 from weights.records import build_network
 
-SIT, REPA, LIGHTNING = published("sit"), published("repa"), published("lightning")
+SIT, REPA = published("sit"), published("repa")
 ARGS = dict(results_dir="results", image_size=256, num_classes=1000)
 SIT_ARGS = argparse.Namespace(**ARGS, model="SiT-XL/2", path_type="Linear", prediction="velocity", loss_weight=None)
 DIT_ARGS = argparse.Namespace(**ARGS, model="DiT-XL/2", vae="ema")
@@ -46,7 +56,7 @@ def weights_of(family: str) -> dict:
         state = fill(DiT(**TINY, learn_sigma=family != "tread")).state_dict()
         return to_diffusers(state) if family == "diffusers" else state
     if family == "lightning":
-        return filled(DiT(**LIGHTNING_TINY)).state_dict() | tables()
+        return filled(DiT(**TINY_LIGHTNING)).state_dict() | tables()
     shapes = {key: value.shape for key, value in DiT(**TINY).state_dict().items()}
     layers = [(32, 64), (32, 32), (24, 32)]
     for i, (rows, columns) in zip((0, 2, 4), layers, strict=True):
@@ -127,7 +137,7 @@ def test_each_tensor_of_a_published_form_is_used_or_named(family, tmp_path):
 
 def lightning(rope: bool, swiglu: bool, rmsnorm: bool, qknorm: bool) -> dict:
     """The tensors of a LightningDiT with these switches."""
-    block, plain = (filled(DiT(**LIGHTNING_TINY | {"block": name, "qk_norm": qknorm})).state_dict()
+    block, plain = (filled(DiT(**TINY_LIGHTNING | {"block": name, "qk_norm": qknorm})).state_dict()
                     for name in ("lightning", "dit"))
     state = {key: value for key, value in (block if swiglu else plain).items() if "norm" not in key}
     normed = block if rmsnorm else plain
@@ -248,20 +258,6 @@ def test_each_row_is_a_class_only_where_nothing_says_that_one_is_no_label(rows, 
     if not null_label:
         with pytest.raises(ValueError, match="trained with label_dropout=0.*set drop_label=false"):
             Guidance(3).check(trained.net)
-
-
-@pytest.mark.parametrize("family", ["dit", "edm", "repa"])
-def test_channels_of_a_variance_are_there_or_not_whatever_the_family(family, tmp_path):
-    """huggingface/diffusers#13616: a DiT without channels for variances cannot be sampled."""
-    one = RAW | {key: RAW[key].unflatten(0, (4, 8))[:, :4].flatten(0, 1).contiguous()
-                 for key in ("final_layer.linear.weight", "final_layer.linear.bias")}
-    samples = []
-    for state in (RAW, one):
-        save_file(state, tmp_path / "x.safetensors")
-        trained = load_trained(tmp_path / "x.safetensors", diffusion=family, num_heads=4)
-        noise, y = wave((2, 4, 8, 8), 2, 1.4), torch.tensor([0, 3])
-        samples.append(trained.diffusion.sample(trained.net, noise, y, num_steps=2))
-    torch.testing.assert_close(*samples)
 
 
 # ---- which network of a file ----------------------------------------------------------------------------------------
