@@ -6,6 +6,7 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import numpy as np
 import torch
@@ -100,27 +101,21 @@ class Replayed:
 
     def replace(self, setattr=setattr) -> None:
         for name in self.functions:
-            setattr(torch, name, getattr(self, name))
+            setattr(torch, name, partial(self.draw, name))
 
-    def draw(self, function: str, shape: tuple[int, ...], dtype: torch.dtype | None, original: tuple) -> Tensor:
-        name = self.names.get(sys._getframe(2).f_code.co_name)
-        name = "noise" if name == "level" and function == "randn_like" else name
+    def draw(self, function: str, *arguments, dtype: torch.dtype | None = None, **rest) -> Tensor:
+        name = self.names.get(sys._getframe(1).f_code.co_name)
+        is_like = function == "randn_like"
+        name = "noise" if name == "level" and is_like else name
         if name is None:
-            return self.real[function](*original[0], **original[1])
+            return self.real[function](*arguments, dtype=dtype, **rest)
         n = self.calls[name]
         self.calls[name] += 1
         name = f"{name} of rank {rank}" if (rank := os.environ.get("RANK", "0")) != "0" else name
         distribution = "rand" if function == "rand" else "randn"
-        return numbers(name, n, math.prod(shape), distribution).view(shape).to(dtype or torch.float32)
-
-    def rand(self, *shape, dtype=None, **rest) -> Tensor:
-        return self.draw("rand", flat(shape), dtype, (shape, {"dtype": dtype, **rest}))
-
-    def randn(self, *shape, dtype=None, **rest) -> Tensor:
-        return self.draw("randn", flat(shape), dtype, (shape, {"dtype": dtype, **rest}))
-
-    def randn_like(self, x, dtype=None, **rest) -> Tensor:
-        return self.draw("randn_like", tuple(x.shape), dtype or x.dtype, ((x,), {"dtype": dtype, **rest}))
+        shape = tuple(arguments[0].shape) if is_like else flat(arguments)
+        dtype = dtype or (arguments[0].dtype if is_like else torch.float32)
+        return numbers(name, n, math.prod(shape), distribution).view(shape).to(dtype)
 
 
 def in_order(order: list[list[int]]) -> Callable:

@@ -1,15 +1,21 @@
 """What holds for every block that the frame can be filled with: exact routes, positions that follow them, training."""
 
+import math
 import subprocess
 import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import ROOT
+from test_published_parity import assert_equal, published, wave
 from training_runs import command
 
-from blocks import BLOCKS, BlockKind
-from routing_module import Route, Router
+from blocks import BLOCKS, BlockKind, mamba, rwkv
+from blocks.transformer import rotary_angles, rotate
+from dit import DiT, DiT_models, infer_architecture, multiply_adds
+from rf import RF
+from routing_module import Route, Router, resolve_routes
 from training import speed
 from weights.loading import load_trained
 from weights.records import build_network
@@ -44,35 +50,23 @@ def batch(size=4):
 
 
 @every_block
-def test_tokens_on_a_route_come_out_as_if_there_were_no_others_and_those_that_left_unchanged(block):
+def test_tokens_on_a_route_come_out_as_if_there_were_no_others(block):
     net = network(block, routes=[dict(selection_ratio=0.4, start_layer_idx=0, end_layer_idx=-1)])
-    (x, t, y), seen = batch(), {}
-
-    class Watched(Router):
-        def start_route(self, x, ids_keep):
-            seen.update(embedded=x, ids_keep=ids_keep)
-            return super().start_route(x, ids_keep)
-
-        def end_route(self, x_kept, ids_keep, original_x):
-            seen.update(x_kept=x_kept, rejoined=super().end_route(x_kept, ids_keep, original_x))
-            return seen["rejoined"]
-
-    net.router = Watched()
+    (x, t, y), seen, noise = batch(), {}, torch.rand(4, 1, 16)
+    net.blocks[0].register_forward_pre_hook(lambda _, args: seen.update(entered=args[0]))
+    net.blocks[-1].register_forward_hook(lambda *args: seen.update(x_kept=args[2]))
     net.double()
     x, t = x.double(), t.double()
-    net(x, t, y, routes=net.routes)
-    assert seen["x_kept"].shape == (4, 10, 32)
-    left = torch.ones(4, 16, dtype=torch.bool).scatter_(1, seen["ids_keep"], False)
-    assert torch.equal(seen["rejoined"][left], seen["embedded"][left])
-    assert not torch.equal(seen["rejoined"][~left], seen["embedded"][~left])
+    net(x, t, y, routes=net.routes, mask_noise=noise)
+    ids_keep, entered, x_kept = net.router.get_mask(torch.empty(4, 16, 1), 0.4, noise[:, 0]), *seen.values()
     c, weights = net.t_embedder(t) + net.y_embedder(y), list(net.blocks.parameters())
-    for b, ids in enumerate(seen["ids_keep"]):  # each sample by itself, in a sequence of its kept tokens
-        alone = seen["embedded"][b : b + 1, ids]
+    for b, ids in enumerate(ids_keep):  # each sample by itself, in a sequence of its kept tokens
+        alone = entered[b : b + 1]
         for layer in net.blocks:
             alone = layer(alone, c[b : b + 1], ids[None])
-        torch.testing.assert_close(seen["x_kept"][b : b + 1], alone, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(x_kept[b : b + 1], alone, rtol=1e-5, atol=1e-5)
         on_route, in_sequence = (torch.autograd.grad(out.square().sum(), weights, retain_graph=True)
-                                 for out in (seen["x_kept"][b], alone))
+                                 for out in (x_kept[b], alone))
         largest = max(gradient.norm() for gradient in in_sequence)  # beside which that of a key's bias is rounding
         for one, other in zip(on_route, in_sequence, strict=True):
             assert (one - other).norm() <= 1e-5 * other.norm().clamp(min=1e-3 * largest)
@@ -85,16 +79,6 @@ def test_ratio_0_is_the_dense_network_bit_for_bit_and_another_is_not(block):
     dense, state = net(x, t, y), torch.get_rng_state()
     assert torch.equal(net(x, t, y, routes=(Route(0, 2, 0.0),)), dense) and torch.equal(torch.get_rng_state(), state)
     assert not torch.allclose(net(x, t, y, routes=(Route(0, 2, 0.5),)), dense, atol=1e-3)
-
-
-@pytest.mark.parametrize("block", ["dit", "lightning"])
-@torch.no_grad()
-def test_normalised_queries_and_keys_do_not_depend_on_their_length(block):
-    for qk_norm in (True, False):
-        net, (x, t, y) = network(block, qk_norm=qk_norm), batch()
-        before = net(x, t, y)
-        net.blocks[1].attn.qkv.weight[:64] *= 3
-        assert torch.allclose(net(x, t, y), before, atol=1e-4) == qk_norm
 
 
 @every_block
@@ -136,3 +120,129 @@ def test_the_example_of_a_custom_block_trains_by_its_command(shapes, tmp_path):
 def test_no_weight_of_one_block_marks_another(block):
     keys = network(block).blocks[0].state_dict()
     assert [name for name, kind in BLOCKS.items() if kind.mark in keys] == [block]
+
+
+# ---- LightningDiT's start, and its rotary positions ------------------------------------------------------------------
+
+
+def test_a_network_whose_output_is_zero_gets_a_small_gradient():
+    net = build_network({**RECORD, "block": "lightning", "init": "adaln_zero"})
+    x, y = torch.randn(4, 4, 8, 8), torch.zeros(4, dtype=torch.int64)
+    assert (net(x, torch.rand(4), y) == 0).all()
+    RF(cosine_weight=1).loss(net, x, y).mean().backward()
+    assert 0 < net.final_layer.linear.weight.grad.abs().max() < 10
+
+
+def test_a_product_of_rotated_queries_and_keys_depends_on_their_distance_alone():
+    q, k = torch.randn(2, 1, 1, 1, 16)
+
+    def product(at_q: tuple[int, int], at_k: tuple[int, int]) -> float:
+        turned = [rotate(each, rotary_angles(torch.tensor([[row * 9 + column]]), 9, 16))
+                  for each, (row, column) in ((q, at_q), (k, at_k))]
+        return (turned[0] * turned[1]).sum().item()
+
+    assert product((1, 2), (4, 3)) == pytest.approx(product((5, 7), (8, 8)), abs=1e-5)
+    for other in ((4, 4), (5, 3), (3, 4)):  # one column further, one row further, rows and columns changed
+        assert abs(product((1, 2), (4, 3)) - product((1, 2), other)) > 1e-3
+
+
+# ---- Mamba and RWKV: scans equal their definitions; test_versions.py has their blocks -------------------------------
+
+PUBLISHED = published("mixers")
+
+
+def scan_inputs(num_tokens=11):
+    torch.manual_seed(0)
+    batch, G, H, P, S = 2, 2, 3, 4, 5
+    return (torch.randn(batch, num_tokens, G, H, P), F.softplus(torch.randn(batch, num_tokens, G, H) - 1),
+            -16 * torch.rand(G, H), torch.randn(batch, num_tokens, G, S), torch.randn(batch, num_tokens, G, S))
+
+
+def wkv_loop(k, v, decay, bonus):
+    """The definition, one pair of tokens after the other."""
+    num_tokens, outs = k.shape[1], []
+    for t in range(num_tokens):
+        logs = torch.stack([k[:, i] + (bonus if i == t else -(abs(t - i) - 1) * decay / num_tokens)
+                            for i in range(num_tokens)], dim=1)
+        outs.append((logs.softmax(1) * v).sum(1))
+    return torch.stack(outs, dim=1)
+
+
+def shift_loop(x, positions, side):
+    """The neighbours of tokens x (K, D), looked up one by one; zeros for those that have left."""
+    token = {divmod(place, side): each for place, each in zip(positions.tolist(), x, strict=True)}
+    rows = []
+    for row, column in token:
+        near = [(row, column - 1), (row, column + 1), (row - 1, column), (row + 1, column)]
+        rows.append(torch.cat([token.get(at, torch.zeros(x.shape[1])).chunk(4)[i] for i, at in enumerate(near)]))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("decay", [-40.0, 0.0, 40.0])
+@pytest.mark.parametrize("size", [1, 300])
+def test_wkv_is_exact_for_keys_and_decays_of_any_size(decay, size):
+    torch.manual_seed(0)
+    k, v = size * torch.randn(1, 64, 8), torch.randn(1, 64, 8)
+    inputs = [each.requires_grad_() for each in (k, v, torch.full((8,), decay), torch.zeros(8))]
+    mixed = rwkv.wkv(*inputs)
+    torch.testing.assert_close(mixed.double(), wkv_loop(*(each.double() for each in inputs)), rtol=1e-5, atol=1e-5)
+    assert all(each.isfinite().all() for each in torch.autograd.grad((mixed * torch.randn(mixed.shape)).sum(), inputs))
+    assert torch.equal(rwkv.wkv(k, v, torch.full((8,), 2 * decay), torch.zeros(8)), mixed)  # held at 40
+
+
+def test_the_scan_is_the_published_one():
+    case = PUBLISHED["selective_scan"]
+    batch, K, G, H, P, S = (case[key] for key in ("batch", "tokens", "groups", "heads", "channels", "state"))
+    x, dt = wave((batch, G, H, P, K), 0), wave((batch, G, H, P, K), 1).exp()[:, :, :, 0]
+    A = -wave((G, H, P, S), 2).exp()[:, :, 0, 0]
+    B, C = (wave((batch, G, S, K), k) for k in (3, 4))
+    inputs = x.permute(0, 4, 1, 2, 3), dt.permute(0, 3, 1, 2), A, B.permute(0, 3, 1, 2), C.permute(0, 3, 1, 2)
+    assert_equal(mamba.selective_scan(*inputs).permute(0, 2, 3, 4, 1), case["out"])
+
+
+def test_the_shift_on_a_full_grid_is_the_published_one():
+    case = PUBLISHED["shift"]
+    x = wave(tuple(case["shape"]))
+    assert_equal(rwkv.shift_tokens(x, torch.arange(x.shape[1])[None], case["grid_size"]), case["out"])
+
+
+def test_the_shift_on_a_route_finds_the_neighbours_that_are_left():
+    x, ids = torch.randn(3, 7, 8), Router().get_mask(torch.empty(3, 16, 1), 0.6)
+    expected = [shift_loop(*of_sample, side=4) for of_sample in zip(x, ids, strict=True)]
+    assert torch.equal(rwkv.shift_tokens(x, ids, 4), torch.stack(expected))
+
+
+def test_step_sizes_and_decays_start_where_mamba_2s_do():
+    mixer = mamba.BidirectionalMamba(32, 16)
+    dt, decay = F.softplus(mixer.dt_bias), mixer.A_log.exp()
+    assert 1e-3 <= dt.min() < 1e-2 < dt.max() <= 0.1001 and 1 <= decay.min() < 8 < decay.max() <= 16
+    assert math.isclose(rwkv.SpatialMix(8).decay[-1].item(), 3)
+
+
+def test_scans_are_float32_whatever_the_activations_are():
+    scanned = mamba.selective_scan(*scan_inputs())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(mamba.selective_scan(*scan_inputs()), scanned)
+    k, v = torch.randn(2, 16, 8).bfloat16(), torch.randn(2, 16, 8).bfloat16()
+    assert rwkv.wkv(k, v, torch.ones(8), torch.zeros(8)).dtype == torch.float32
+
+
+@pytest.mark.parametrize(("name", "millions", "off"), [("Mamba-B/2", 111, 0.01), ("RWKV-L/2", 210, 0.03)])
+def test_sizes_are_the_papers(name, millions, off):
+    with torch.device("meta"):
+        net = DiT_models[name]()
+    assert sum(p.numel() for p in net.parameters()) / 1e6 == pytest.approx(millions, rel=off)
+    assert infer_architecture(net.state_dict())["depth"] == len(net.blocks)
+
+
+def test_multiply_adds_are_those_of_the_products():
+    D, N, K, S, depth = 32, 16, 8, 16, 3
+    mamba_net, rwkv_net = (DiT(input_size=8, in_channels=3, hidden_size=D, depth=depth, num_heads=4, num_classes=5,
+                               block=block) for block in ("mamba", "rwkv"))
+    frame = 2 * N * D * 12 + 256 * D + D * D + 2 * D * D  # patches in and out; noise level; the last modulation
+    linear, scan = 6 * D * D + 2 * D * (2 * S + 4) + 2 * (2 * D + 2 * S) * 4, 2 * (2 * D + S)
+    # The convolution runs over N + 3 places, of which torch counts those that it gives: N.
+    assert multiply_adds(mamba_net) == (frame + depth * (N * linear + 3 * D * D), depth * N * N * scan)
+    routes = resolve_routes([Route(0, 1, 0.5)], depth)
+    assert multiply_adds(mamba_net, routes)[1] == (N * N + 2 * K * K) * scan
+    assert multiply_adds(rwkv_net) == (frame + depth * (N * 13 * D * D + 6 * D * D), 0)

@@ -76,10 +76,6 @@ def shard(*numbers: int) -> bytes:
                    label=[number % 3 for number in numbers])
 
 
-def ppm_of_12_bits() -> bytes:
-    return b"P6\n4 4\n4095\n" + np.full((4, 4, 3), 4095, ">u2").tobytes()
-
-
 def tiff_of_12_bits() -> bytes:
     """An uncompressed TIFF of 16 bits a value, in RGB, which Pillow cannot write."""
     values = np.full((4, 4, 3), 4095, "<u2").tobytes()
@@ -142,7 +138,6 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     "Intel's seg_train, seg_test, seg_pred": (INTEL, "", {}, [
         "set one: labels=folders: 3 classes (seg_pred, seg_test, seg_train); labels=parents: 3 classes (ice, sea, "
         "seg_pred) of 5 folders; labels=none: 1 class (all); or labels=<file>.csv, as in docs/data.md."]),
-    "one of them": (INTEL, "seg_train/seg_train", {}, "sea ice"),
     "Training and Testing": (MRI, "", {}, [
         "labels=folders: 2 classes (Testing, Training); labels=parents: 2 classes (glioma, none) of 4 folders"]),
     "both, as typed": (MRI, "", {"labels": "parents"}, "glioma none glioma none"),
@@ -166,8 +161,6 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
         ["labels=folders finds no image in 1 folders of ", "such as dog, which may be classes: fill them"]),
     "images beside class folders": (numbered("cat/0.png", "1.png", "dog/2.png"), "", {"labels": "folders"},
                                     ["no class for 1 of the 3 images, such as 1.png", "labels=none"]),
-    "images beside class folders, unset": (numbered("cat/0.png", "1.png", "dog/2.png"), "", {}, [
-        "labels=folders has no class for 1 of the 3 images, such as 1.png: ", "labels=none: 1 class (all); or"]),
     "a flat folder": (FLAT, "", {}, ["set one: labels=none: 1 class (all); or labels=<file>.csv, as in docs/data.md."]),
     "a flat folder, as typed": (FLAT, "", {"labels": "none"}, "all all all all all all"),
     "one folder": (numbered("jpg/0.png", "jpg/1.png"), "", {}, ["labels=folders: 1 class (jpg); labels=none"]),
@@ -184,13 +177,10 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     "a wrong word": (MRI, "", {"labels": "folder"}, ["labels=", "folder is not a file, nor one of folders, parents"]),
     "an RGB TIFF of 16 bits that holds 12": (numbered("cat/0.png", "dog/1.png") | {"dog/2.tif": tiff_of_12_bits()}, "",
                                              {}, ["more than 8 bits a value: scale them from the range that you know"]),
-    "a PPM of 16 bits that holds 12": (numbered("cat/0.png", "dog/1.png") | {"dog/2.ppm": ppm_of_12_bits()}, "", {}, [
-        "more than 8 bits a value: scale them"]),
     # Names.
     "cat_0_1.png, as ADM reads it": (numbered("cat_0_1.png", "x/cat_1_2.png", "dog_0_1.png"), "", {"labels": "names"},
                                      "cat cat dog"),
     "a name without _": (numbered("cat_0.png", "dog.png"), "", {"labels": "names"}, ["no class for 1 of", "dog.png"]),
-    "a name without _ in a folder with one": (numbered("my_set/dog.png"), "", {"labels": "names"}, ["no class for 1"]),
     "names that may be classes": (numbered("cat_0.png", "dog_1.png"), "", {}, [
         "set one: labels=names: 2 classes (cat, dog); labels=none"]),
     # EDM's tools.
@@ -199,8 +189,6 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     "dataset.json": (EDM | dataset(PAIRS), "", BY_DATASET, "0 1 2 0 1 2"),
     "dataset.json in a zip": ({"edm.zip": EDM | dataset(PAIRS)}, "edm.zip", {"labels": "edm.zip/dataset.json"},
                               "0 1 2 0 1 2"),
-    "dataset.json below the source": (inside("set", EDM | dataset(PAIRS)), "", {"labels": "set/dataset.json"},
-                                      "0 1 2 0 1 2"),
     "dataset.json without labels": (EDM | dataset(None), "", BY_DATASET, "all all all all all all"),
     "dataset.json of a part": (EDM | dataset(PAIRS[:5]), "", BY_DATASET, ["no class for 1 of the 6 images"]),
     "one-hot labels": (EDM | dataset([[name, [0.0, 1.0]] for name in EDM]), "", BY_DATASET,
@@ -231,33 +219,21 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     "pandas' floats": (FLAT | {"x.csv": table(HEAD, "{0},{i}.0")}, "", BY_CSV, ["the label 0.0: number classes 0, 1"]),
     "-1 for no class": (FLAT | {"x.csv": table(HEAD, "{0},-1")}, "", BY_CSV, ["the label -1"]),
     "images without a label": (FLAT | {"x.csv": table(HEAD, "{0},")}, "", BY_CSV, ["no class for 6 of the 6 images"]),
-    "a stray quote": (FLAT | {"x.csv": table(HEAD, '{0},"{1}')}, "", BY_CSV, ["x.csv cannot be read, as "]),
-    "a comma in quotes": (FLAT | {"x.csv": table(HEAD, '{0},"{1}, big"')}, "", BY_CSV,
-                          "cat, big dog, big owl, big cat, big dog, big owl, big"),
     "two labels of one image": (FLAT | {"x.csv": f"{HEAD}0.png,a\n0.png,b\n"}, "", BY_CSV, ["gives 0.png two classes"]),
-    "two readings of the names": (numbered("0.png", "x/0.png") | {"x/x.csv": f"{HEAD}0.png,a\n"}, "",
-                                  {"labels": "x/x.csv"}, ["names two sets of images"]),
-    "latin-1": (FLAT | {"x.csv": f"{HEAD}ä,b\n".encode("latin-1")}, "", BY_CSV, ["x.csv cannot be read, as 'utf-8'"]),
     "numbers as names": (FLAT | {"x.jsonl": '{"file_name": 3, "label": 0}'}, "", {"labels": "x.jsonl"}, ["name 3 is"]),
     "U+2028 in JSON lines": (FLAT | {"metadata.jsonl": json_lines()}, "", {"labels": "metadata.jsonl"}, RIGHT),
-    "U+2028 in CSV": (FLAT | {"x.csv": table("file_name,text,label\n", "{0},a\u2028b,{1}")}, "", BY_CSV, RIGHT),
     "metadata.parquet": (FLAT | {"metadata.parquet": parquet(file_name=[*FLAT], label=[0] * 6)}, "", {},
                          ["metadata.parquet for the images in it; or its labels, written as a .csv; labels=none"]),
     # webdataset and img2dataset.
     ".cls files in tars": ({"0.tar": SAMPLES}, "0.tar", {}, "0 1 2 0 1 2"),
-    "unpacked": (SAMPLES, "", {}, "0 1 2 0 1 2"),
     "two tars whose keys begin again": ({"x/0.tar": SAMPLES, "x/1.tar": {"0.png": png(6), "0.cls": "7"}}, "x", {},
                                         "0 1 2 0 1 2 7"),
-    "tars without labels": ({"x/0.tar": FLAT, "x/1.tar": FLAT}, "x", {}, ["set one: labels=none"]),
-    "a sample without .cls": ({"0.tar": SAMPLES | {"9.png": png(9)}}, "0.tar", {}, ["no class for 1 of", "9.png"]),
     "the first one, in class folders": (numbered("cat/0.png", "dog/1.png") | {"dog/1.cls": "7"}, "", {}, [
         "labels=folders: 2 classes (cat, dog); labels=cls: the .cls of each image"]),
     "img2dataset's output_format=files": (IMG2DATASET, "", {}, [
         "labels=folders: 2 classes (00000, 00001); labels=", "0.json is not EDM's {", "write a .csv, as docs/data.md"]),
     "its parquet files beside the images": (inside("00000", FLAT) | {"00000.parquet": parquet(key=[1])}, "", {},
                                             ["labels=folders: 1 class", "00000.parquet for the images in it"]),
-    "its parquet files beside tars": ({"x/0.tar": SAMPLES, "x/0.parquet": parquet(key=[1])}, "x", {},
-                                      ["1 tars and 1 images or parquet files", "/*.tar"]),
     "a set of tars with one missing": ({"x/0.tar": SAMPLES, "x/1.tar": SAMPLES}, "x/{0..2}.tar", {},
                                        ["names 3 files, but 1 of them are missing, such as ", "x/2.tar"]),
     # Parquet.
@@ -270,14 +246,10 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
         "*.parquet", {}, ["2 sets of parquet files, test-part*.parquet, train-part*.parquet", "/train-part*.par"]),
     "the hub's older names": (
         {f"x/train-0000{i}-of-00002-{i}b1c2d3e4f5a6b7c.parquet": shard(i) for i in range(2)}, "x", {}, "0 1"),
-    "the hub's older names of two splits": (
-        {f"x/{name}-00000-of-00001-0b1c2d3e4f5a6b7c.parquet": shard(0) for name in ("train", "test")}, "x", {},
-        ["2 sets of parquet files, test-*-of-00001*.parquet, train-*-of-00001*.parquet: choose one"]),
     "one split of them": (
         {"train-part0.parquet": shard(0), "train-part1.parquet": shard(1), "test-part0.parquet": shard(2)},
         "train-*.parquet", {}, "0 1"),
     "missing shards": ({"data/train-00000-of-00294.parquet": shard(0)}, "data", {}, ["holds 1 of 294 parquet files"]),
-    "a part, as typed": ({"data/train-00000-of-00294.parquet": shard(0)}, "data/*.parquet", {}, "0"),
     "other columns": ({"x.parquet": parquet(img=[png(0)], fine_label=[0])}, "x.parquet", {},
                       ["has the columns img, fine_label, not image and label: set image_column= and label_column="]),
     "other columns, as typed": ({"x.parquet": parquet(img=[png(0)], kind=["cat"])}, "x.parquet",
@@ -286,7 +258,6 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     "a test split of the hub": ({"x.parquet": parquet(image=[png(0)], label=[-1])}, "x.parquet", {},
                                 ["no class (null or -1) for 1 of 1 rows", "labels=none"]),
     "labels= of parquet": ({"x.parquet": shard(0)}, "x.parquet", {"labels": "folders"}, ["set label_column="]),
-    "parquet in a zip": ({"x.zip": {"0.parquet": shard(0)}}, "x.zip", {}, ["holds 0.parquet in an archive: unpack it"]),
 }  # fmt: skip
 
 

@@ -1,16 +1,18 @@
-"""Objectives: the losses of CONTRIBUTING.md, hidden states, and what is trained, saved and logged."""
+"""Objectives: alignment, the losses of CONTRIBUTING.md, hidden states, and what is trained, saved and logged."""
 
 import re
 
 import pytest
 import torch
 from conftest import ROOT
+from test_published_parity import published
 from training_runs import assert_resumes, end_of, rows, train_here, trained
 
 import objectives
 from dit import DiT
 from edm import EDM
 from objectives import DiffusionLoss, build_objective, own_state, trained_parameters
+from objectives.alignment import projector
 from objectives.diffusion import hidden_after
 from routing_module import Route, Router
 from training.speed import compile_blocks
@@ -56,42 +58,82 @@ def test_settings_and_arrays_that_do_not_fit_raise_a_one_line_error(name, routes
         objective_of(name, routes, **settings)
 
 
+# ---- alignment with a teacher's tokens -------------------------------------------------------------------------------
+
+
+def aligned(routes=ROUTED, **settings):
+    return objective_of("alignment", routes, **settings)
+
+
+def test_the_projectors_start_has_the_spread_of_repas():      # its loss and gradient: test_published_training.py
+    torch.manual_seed(1)
+    start = {key: p.std().item() for key, p in projector(64, 24).named_parameters()}
+    assert start == pytest.approx(published("alignment")["init"], rel=0.05)
+
+
+@pytest.mark.parametrize(("depth", "block"), [(28, 7), (24, 7), (12, 3), (6, 1), (2, 0)])
+def test_the_default_block_is_the_eighth_or_that_at_a_third_of_the_depth(depth, block):
+    objective, seen = aligned([], depth=depth), []
+    hidden = hidden_after(objective.net, block)
+    objective.projector.register_forward_hook(lambda _, args, output: seen.extend(args))
+    loss_of(objective)
+    assert objective.weight == 0.5 and torch.equal(hidden["tokens"], seen[0])
+
+
+@pytest.mark.parametrize(("block", "kept"), [(0, 16), (1, 8), (2, 8), (3, 16)])
+def test_tokens_are_compared_with_the_teachers_at_their_positions_and_on_a_route_only_the_kept_ones(block, kept):
+    objective, teacher, values = aligned(block=block), batch()[2], []
+    hidden = hidden_after(objective.net, block)
+    _, terms = loss_of(objective)
+    tokens, positions = hidden["tokens"], hidden["positions"].expand(4, -1)
+    assert tokens.shape[1] == kept == len(positions[0])
+    for sample, (of_sample, places) in enumerate(zip(tokens, positions, strict=True)):
+        pairs = zip(objective.projector(of_sample), teacher[sample, places].float(), strict=True)
+        values.append(-sum(torch.dot(a / a.norm(), b / b.norm()) for a, b in pairs) / kept)
+    torch.testing.assert_close(terms["alignment"], torch.stack(values))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_under_autocast_the_angle_and_its_mean_are_computed_in_float32(dtype):
+    objective, seen, teacher = aligned(block=1), {}, batch()[2].to(dtype)
+    hidden = hidden_after(objective.net, 1)
+    objective.projector.register_forward_hook(lambda _, args, output: seen.update(tokens=output))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, terms = loss_of(objective, teacher=teacher)
+    target = torch.take_along_dim(teacher, hidden["positions"].unsqueeze(-1), dim=1).double()
+    exact = -torch.nn.functional.cosine_similarity(seen["tokens"].double(), target, dim=-1).mean(dim=1)
+    assert seen["tokens"].dtype == torch.bfloat16 and loss.dtype == terms["alignment"].dtype == torch.float32
+    torch.testing.assert_close(terms["alignment"].double(), exact, rtol=0, atol=1e-6)  # of bfloat16 it would be 1e-3
+
+
+def test_a_run_whose_loss_falls_below_zero_is_sound_logs_its_term_and_saves_a_plain_network(taught, tmp_path):
+    for steps in (6, 8):
+        trained(tmp_path / "run", taught, "objective=alignment", "objective.weight=20", "optimizer.warmup_steps=0",
+                f"steps={steps}", "checkpoint.every=1", "log.every=1")
+    last, end = rows(tmp_path / "run")[-1], end_of(tmp_path / "run")
+    assert last["loss"] < 0 and last["step"] == 8 and last["loss_alignment"] < 0
+    assert all(checkpoints.is_sound(folder) for folder in checkpoints.all_steps(tmp_path / "run"))
+    state = {key for key in end["training"] if key.startswith("objective.")
+             and not key.endswith(("exp_avg", "exp_avg_sq", "step"))}
+    assert state == {f"objective.projector.{layer}.{kind}" for layer in (0, 2, 4) for kind in ("weight", "bias")}
+    assert end["model"].keys() == end["ema"].keys() and not any("projector" in key for key in end["model"])
+
+
 # ---- a loss of one's own: those that CONTRIBUTING.md shows
 
 
 @pytest.fixture(scope="module", autouse=True)
 def page(tmp_path_factory):
-    """The losses of the page as files of objectives/, and one with a buffer that can fail."""
+    """The losses of the page as files of objectives/."""
     folder = tmp_path_factory.mktemp("objectives")
     text = (ROOT / "CONTRIBUTING.md").read_text()
     for name, start in {"probe": "A linear probe", "huber": "Huber's loss"}.items():
         [code] = re.findall(rf"```python\n(\"\"\"{start}.*?)```", text, re.DOTALL)
         assert len([line for line in code.splitlines() if line]) <= 25
         (folder / f"{name}.py").write_text(code)
-    (folder / "counted.py").write_text(COUNTED)
     objectives.__path__.append(str(folder))
     yield
     objectives.__path__.remove(str(folder))
-
-
-COUNTED = """
-import torch
-from torch import nn
-from objectives.diffusion import DiffusionLoss
-
-class Counted(DiffusionLoss):
-    def __init__(self, *args, bad_call: int = -1):
-        super().__init__(*args)
-        self.shift, self.calls, self.bad_call = nn.Parameter(torch.ones(3)), 0, bad_call
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, x, y):
-        loss, terms = super().forward(x, y)
-        self.calls += 1
-        self.seen += len(x)
-        bad = self.shift.sum() * float("nan") if self.calls == self.bad_call else 0.0
-        return loss + self.shift.square().sum() + bad, terms
-"""
 
 
 def test_the_pages_loss_trains_is_logged_and_resumes_bit_for_bit(shapes, tmp_path):
@@ -116,23 +158,13 @@ def test_the_pages_loss_on_the_prediction_is_edms_own_where_errors_are_small():
     assert (losses[2] < 0.01 * losses[0]).all()
 
 
-def test_a_buffer_is_saved_and_a_nan_of_a_call_skips_its_step(shapes, tmp_path):
-    for name, bad in {"good": -1, "bad": 2}.items():
-        trained(tmp_path / name, shapes, "objective.name=counted", f"+objective.bad_call={bad}", "steps=3",
-                "log.every=1", "checkpoint.every=1", "checkpoint.keep_last=9")
-    end = end_of(tmp_path / "good")["training"]
-    state = {key for key in end if key.startswith("objective.") and key.count(".") == 1}
-    assert state == {"objective.shift", "objective.seen"} and end["objective.seen"] == 24
-    assert [row["skipped"] for row in rows(tmp_path / "bad")] == [0, 1, 1] and rows(tmp_path / "bad")[1]["loss"] is None
-    first, second = (checkpoints.load(checkpoints.step_folder(tmp_path / "bad", step), "training") for step in (1, 2))
-    assert {key for key in first if not torch.equal(first[key], second[key])} == {"objective.seen", "sums"}
-
-
 def test_a_frozen_part_of_the_network_is_not_trained_and_no_part_of_it_is_the_objectives_state():
     net = network()
     net.y_embedder.requires_grad_(False)
     objective = DiffusionLoss(net, EDM())
     assert own_state(objective) == {}
+    objective.register_buffer("seen", torch.zeros(()))
+    assert own_state(objective).keys() == {"objective.seen"}
     assert trained_parameters(objective).keys() == {
         name for name in net.state_dict() if not name.startswith(("y_embedder", "pos_embed"))}
 

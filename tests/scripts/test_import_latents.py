@@ -8,9 +8,7 @@ import io
 import json
 import tarfile
 import zipfile
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,10 +19,8 @@ from safetensors.torch import save_file
 from spoils import cut, gone, put, refused
 from test_labels import put_tar
 
-from latents.images import open_source
 from runtime.schema import CONFIGS
 from scripts import import_latents as script
-from training.run import open_data
 
 COUNT, SIDE, SCALE = 12, 8, np.float32(0.18215)
 LABELS = np.arange(COUNT) // 5  # 0 0 0 0 0 1 1 1 1 1 2 2
@@ -173,20 +169,8 @@ def only(number, label):
     return relabel(lambda name, old: label if f"{number:08d}" in name else old)
 
 
-def flip_a_bit(file):
-    content = bytearray(file.read_bytes())
-    content[len(content) // 3] ^= 1
-    file.write_bytes(content)
-
-
 def stats(mean, std):
     return lambda source: torch.save({"mean": mean, "std": std}, source / STATS)
-
-
-def without_vae_sd(source):
-    for file in (source / "vae-sd").iterdir():
-        file.rename(source / file.name)
-    (source / "vae-sd").rmdir()
 
 
 def beside_sdxl(root):
@@ -230,7 +214,6 @@ BEYOND = log_moments()  # values beyond the clamp, and within
 BEYOND[0, 4:], BEYOND[1, 4:] = -100, 1.5
 IMPORTED = {  # what was brought, settings, what the stored values become, values of the record
     "REPA": (write_repa, REPA, of_repa, OF_REPA),  # sihyun-yu/REPA#28: encoded by -mse
-    "REPA's vae-sd": (made(write_repa, place="vae-sd"), REPA, of_repa, OF_REPA),
     "REPA's zip": (made(write_repa, zipped=True), REPA, of_repa, OF_REPA),
     "REPA's zip of vae-sd": (made(write_repa, zipped=True, prefix="vae-sd/"), REPA, of_repa, OF_REPA),
     "NVlabs/edm2#9, pixels in 0..1": (write_edm2, EDM2, of_edm2, {
@@ -249,11 +232,8 @@ IMPORTED = {  # what was brought, settings, what the stored values become, value
                               {"mirrored": False, "scale": 0.18215, "autoencoder": "sd_vae_ema"}),
     "chuanyangjin/fast-DiT#4, in the order of numbers": (
         write_fastdit, FAST, np.copy, {"kind": "sample", "scale": 0.18215, "mirrored": False}),
-    "chuanyangjin/fast-DiT#14, by rank and step": (made(write_fastdit, file="{rank}-{step}.npy"), FAST, np.copy, {}),
     "chuanyangjin/fast-DiT#21, several images a file": (made(write_fastdit, batch=4), FAST, np.copy, {}),
-    "OpenChemistry/tomviz#1809, in Fortran's order": (
-        made(write_fastdit, each("imagenet256_features", np.asfortranarray)), FAST, np.copy, {}),
-    "YuchuanTian/U-DiT#13, features of 512 pixels": (
+    "YuchuanTian/U-DiT#13, features of 512 pixels, by step and rank": (
         made(write_fastdit, name="imagenet512", file="{step}_{rank}.npy"), FAST, np.copy, {}),
     "MochiDiffusion/MochiDiffusion#315, scaled for SDXL's VAE": (
         beside_sdxl, FAST | {"autoencoder": "sdxl"}, np.copy, {"scale": 0.13025}),
@@ -314,14 +294,12 @@ TARS = "format=tread with kind=sample (scaled latents; for unscaled ones scale=0
 UNKNOWN, SAMPLE = "no files with the names of a format that can be read", npy(normal(4, 8, 8))
 REFUSED = [  # what was brought, settings, words
     # which form
-    (made(write_repa), {}, f"does not record its format: set {BOTH}"), (made(write_repa, without_vae_sd), {}, BOTH),
-    (made(write_repa, zipped=True, prefix="vae-sd/"), {}, BOTH), (made(write_edm2), {}, BOTH),
+    (made(write_repa), {}, f"does not record its format: set {BOTH}"), (made(write_edm2), {}, BOTH),
     (made(write_fastdit), {}, "set format=fastdit for scaled latents, w"),
     (made(write_tread), {}, f"set {TARS}"), (made(write_tread, place="*.tar"), {}, f"set {TARS}"),
     (made(write_lightningdit), {}, "set format=lightningdit for VA-VAE's latents and their latents_stats.pt"),
     (made(write_fastdit, lambda source: (source / "x.safetensors").touch()), {}, "; or format=fastdit"),
     (empty, {}, UNKNOWN), (made(empty, place="absent"), {}, "does not exist (looked from"),
-    (made(empty, place="absent"), FAST, "absent does not exist"),
     (made(empty, place="{0..1}.tar"), TREAD, "1}.tar does not exist"),
     # LTH14/mar#52
     (made(empty, lambda source: (source / "n01").mkdir()), {}, "and for other latents examples/write_latents.py"),
@@ -331,22 +309,17 @@ REFUSED = [  # what was brought, settings, words
     (made(write_fastdit), FAST | {"latent_norm": False}, "latent_norm is only for format=lightningdit"),
     # listed arrays; NVlabs/stylegan3#189, NVlabs/stylegan2-ada-pytorch#147
     (made(empty, put(JSON[7:], '{"labels": null}')), REPA, "no .npy files of latents"),
-    (made(write_repa, relabel(lambda _, label: [float(label == c) for c in range(3)])), REPA,
-     "labels of type float64 and shape (12, 3), not one integer each"),
+    (made(write_repa, relabel(lambda _, label: [float(label == c) for c in range(3)])), REPA, "not one integer each"),
     (made(write_repa, put(LAST, npy(moments()[0, :4]))), REPA, "shape (4, 8, 8), but 00000/img-mean-std-"),
     (made(write_repa, each(LISTED, lambda z: z[:6])), REPA, "of shape (6, 8, 8), but REPA's vae-sd has (8, R, R)"),
-    (made(write_repa, each(LISTED, lambda z: z[:, :4])), REPA, "shape (8, 4, 8)"),
     (made(write_repa, put(LAST, npy(np.full((8, 8, 8), 1e6, np.float32)))), REPA,
      "latent 11 that is not finite or overflows float16"),
     (made(write_repa, each(LISTED, lambda z: -z)), REPA, "a standard deviation is never negative"),
-    (made(write_repa, each(LISTED, lambda z: z * 50)), REPA, "root mean square is"),
     (made(write_repa, only(3, 1_700_000_000)), REPA, "label 1700000000 (row 3), outside 0..999999"),
     (made(write_repa, only(3, -9)), REPA, "label -9 (row 3)"),
-    (made(write_repa, only(3, "cat")), REPA, "integer each"),
     (made(write_repa, gone(LAST)), REPA, "11 latents and 12 labels: '00000/img-mean-std-00000011.npy' has no latent"),
     (made(write_repa, gone(JSON)), REPA, "dataset.json"),
     (made(write_repa, put("vae-sd/00000/more.npy", npy(moments()[0]))), REPA, "more.npy' has no label"),
-    (made(write_repa, flip_a_bit, zipped=True), REPA, "Bad CRC-32"),
     (made(write_repa, cut(), zipped=True), REPA, "vae.zip is not a complete zip"),
     # pairs; facebookresearch/DiT#13
     (made(write_fastdit, each("imagenet256_features", lambda z: z * 5.5)), FAST, "root mean square is 5"),
@@ -360,7 +333,6 @@ REFUSED = [  # what was brought, settings, words
     (made(write_lightningdit, cut(STATS)), LIGHT, STATS),
     (made(write_lightningdit, stats(torch.zeros(3), torch.ones(3))), LIGHT,
      "3 numbers each, but the latents have 6 channels"),
-    (made(write_lightningdit, stats(torch.zeros(6), torch.zeros(6))), LIGHT, "numbers above 0"),
     # tars; CompVis/tread#13, soran-ghaderi/torchebm#304, google-deepmind/representations4d#13,
     # Zhendong-Wang/Patch-Diffusion#2, webdataset/webdataset#157, huggingface/diffusers#7188
     (made(write_tread), {"format": "tread"}, "tars do not record what they hold: set kind=sample"),
@@ -388,16 +360,6 @@ def test_what_would_be_read_wrongly_is_refused_before_anything_is_written(tmp_pa
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("write", [write_tread, write_lightningdit, write_repa])
-def test_neither_training_nor_preparation_takes_others_latents_for_its_own(write, tmp_path):
-    """hustvl/LightningDiT#93, sihyun-yu/REPA#19, CompVis/tread#5."""
-    source, _ = write(tmp_path)
-    cfg = SimpleNamespace(data=SimpleNamespace(path=str(source), num_classes=None, verify=False))
-    for call in (lambda: open_data(cfg, SimpleNamespace(local_main_process_first=nullcontext)),
-                 lambda: open_source(str(source))):
-        refused(call, "scripts/import_latents.py")
-
-
 def test_the_lines_that_rewrite_pickles_one_trusts_make_tars_that_are_read(tmp_path, monkeypatch):
     import pickle
     import re
@@ -413,7 +375,7 @@ def test_the_lines_that_rewrite_pickles_one_trusts_make_tars_that_are_read(tmp_p
     assert np.array_equal(arrays["latents"][:, :4], (values[:, :4] * SCALE).astype(np.float16))
 
 
-# ---- resuming --------------------------------------------------------------------------------
+# ---- resuming -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("write", "settings", "file"), [
