@@ -53,6 +53,8 @@ SAMPLED = {
                                         Guidance(1.5, [0.0, 0.25], [0.5, 0.75], routes=[Route(0, 1, 0.0)])),
     "by another network": ({}, EDM(), {}, {"scale": 1.5, "drop_label": False}),
     "tokens by their size": ({"router": Router(selection="l1")}, EDM(), {}, Guidance(1.5, 0.0, 0.5, drop_label=False)),
+    "mamba": ({"block": "mamba"}, EDM(), {}, Guidance(1.5, 0.0, 0.5, drop_label=False)),
+    "rwkv": ({"block": "rwkv"}, EDM(), {}, Guidance(1.5, 0.0, 0.5, drop_label=False)),
     "images": ({"in_channels": 3}, EDM(), {}, None),
 }  # fmt: skip
 
