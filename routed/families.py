@@ -17,23 +17,20 @@ from routed.modules import plain_class
 class Blocks:
     """A list of blocks, and the arguments of a block that matter for routing, each by its name or its position.
 
-    `along` maps each argument with a value per token to the axis of the tokens, also in each tensor of a tuple, list or
-    dict; "name.0" is the first element of a tuple. The block receives (B, K, …), where each sample has its own rows. If
-    the axis is 0, the table has no batch axis, and the block is called once for each sample. A negative axis counts
-    from the end; if it is the first, the block broadcasts (B, K, …) itself. For what an axis cannot say there are the
-    functions `pairs`, `fewer` and `by_place(axis)`. None declares that an argument has no value per token.
+    `along` maps each argument with a value per token to the axis of the tokens, in each tensor of a tuple, list or
+    dict; a tuple of axes belongs to the parts of a tuple. The block receives (B, K, …), where each sample has its own
+    rows. If the axis is 0, the table has no batch axis, and the block is called once for each sample. A negative axis
+    counts from the end; if it is the first, the block broadcasts (B, K, …) itself. For what an axis cannot say there
+    are the functions `pairs`, `fewer` and `by_place(axis)`. None declares that an argument has no value per token.
     """
 
     path: str
     along: Mapping[str | int, Any] = field(default_factory=dict)
     tokens: str | int = 0               # the argument that is routed
     text: str | int | None = None       # the argument with the text tokens, if text has its own stream
-    joined: bool = False                # tokens that are never routed are in the same sequence as the others
-    front: str = ""                     # the argument that counts the leading tokens, if those are never routed
     out: int = 0                        # where the tokens are in what a block returns, if it is a tuple
     whole: bool = False                 # the network changes all tokens between blocks, so each block puts them back
-    # Functions of an argument and B that return (B, …), for arguments whose samples are not along the first axis.
-    split: Mapping[str, Callable[[Tensor, int], Tensor]] = field(default_factory=dict)
+    each: bool = False                  # the block is called once for each sample, as where an axis is 0
 
     def modules_of(self, network: nn.Module) -> list[nn.Module]:
         """Lists the blocks; raises ValueError if the network has none at this path."""
@@ -50,19 +47,18 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Family:
-    """A network's lists of blocks in call order, and which tokens of a joined sequence are never routed.
+    """A network's lists of blocks in call order, and which tokens of a sequence may be routed.
 
-    `text` counts these tokens from the network and its arguments: one number, or one for each sample (B,). Without it,
-    an earlier block's text is counted, or `free` counts from the arguments how many tokens may be routed.
+    They are contiguous. `front` counts the tokens before them from the network and its arguments: one number, or one
+    for each sample (B,). `free` counts the tokens that may be routed, if there are others behind them. Text that has
+    its own stream in one list, and none in the next, has joined the sequence there: in front, or with `text_last`
+    behind all others.
     """
 
     lists: tuple[Blocks, ...]
-    text: Callable[[nn.Module, dict], Any] | None = None
-    free: Callable[[dict], int] | None = None
-    text_last: bool = False             # tokens that are never routed come after the others
-    alone: tuple[str, ...] = ()         # arguments that a routed call may not have
-    # The blocks after which the network itself reads all tokens, each with the name of the setting: {block: name}.
-    reads: Callable[[nn.Module], Mapping[int, str]] | None = None
+    front: Callable[[nn.Module, dict], Any] | None = None
+    free: Callable[[nn.Module, dict], int] | None = None
+    text_last: bool = False
 
 
 def one_size(images: list) -> Any:
@@ -74,13 +70,19 @@ def one_size(images: list) -> Any:
     return first
 
 
-def padded_image(call: dict) -> int:
+def padded_image(_network: nn.Module, call: dict) -> int:
     """Counts the tokens of each image of a list, padded to a multiple of 32."""
     patch = call["f_patch_size"] * call["patch_size"] ** 2
     return -(-prod(one_size(call["x"])[1:]) // patch // 32) * 32
 
 
-def first_image(call: dict) -> int:
+def patches_of(_network: nn.Module, call: dict) -> int:
+    """Counts the patches of images or videos (B, C, F, H, W)."""
+    frames, rows, columns = call["x"].shape[2:]
+    return frames // call["f_patch_size"] * (rows // call["patch_size"]) * (columns // call["patch_size"])
+
+
+def first_image(_network: nn.Module, call: dict) -> int:
     """Counts the tokens of the image to be predicted; condition images follow it and have another first coordinate."""
     places = call["x_ids" if "x_ids" in call else "img_ids"]
     of_image = (places[0] if places.ndim == 3 else places)[:, 0]        # (N,)
@@ -92,18 +94,25 @@ def first_image(call: dict) -> int:
     return int(first.cumprod(dim=0).sum())
 
 
-def patches_of(call: dict) -> int:
-    """Counts the patches of images or videos (B, C, F, H, W)."""
-    frames, rows, columns = call["x"].shape[2:]
-    return frames // call["f_patch_size"] * (rows // call["patch_size"]) * (columns // call["patch_size"])
-
-
-def first_of_shapes(call: dict) -> int:
+def first_of_shapes(_network: nn.Module, call: dict) -> int:
     """Counts the tokens of the image to be predicted from img_shapes; the images after it are conditions."""
     return one_size([prod(sample[0] if isinstance(sample, list) else sample) for sample in call["img_shapes"]])
 
 
-def in_front(network: nn.Module, call: dict) -> int:
+def before_last_image(_network: nn.Module, call: dict) -> int:
+    """Counts Qwen-Image 2.1's text and condition images, which take a fourth of their tokens in the text."""
+    conditions = call["hidden_states"].shape[1] - prod(call["img_shapes"][0][-1])
+    return call[TEXT].shape[1] + conditions - conditions // 4
+
+
+def given_frame(network: nn.Module, call: dict) -> int:
+    """Counts the tokens of HunyuanVideo's first frame if that is the condition."""
+    if network.config.image_condition_type != "token_replace":
+        return 0
+    return prod(size // network.config.patch_size for size in call["hidden_states"].shape[-2:])
+
+
+def in_front(network: nn.Module, _call: dict) -> int:
     """Counts class and register tokens; timm, transformers and facebookresearch use different names for them."""
     if hasattr(network, "num_prefix_tokens"):
         return network.num_prefix_tokens
@@ -111,13 +120,7 @@ def in_front(network: nn.Module, call: dict) -> int:
     return 1 + getattr(owner, "num_register_tokens", getattr(owner, "n_storage_tokens", 0))
 
 
-def encoder_depths(network: nn.Module) -> dict[int, str]:
-    """Returns the blocks after which REPA's and LayerSync's SiT pass all tokens to another loss."""
-    return {value - 1: name for name, value in vars(network).items()
-            if name.endswith("encoder_depth") and isinstance(value, int)}
-
-
-def words_of_one_size(network: nn.Module, call: dict) -> Tensor:
+def words_of_one_size(_network: nn.Module, call: dict) -> Tensor:
     """Counts the words of each text (B,); raises ValueError for images of several sizes."""
     one_size(call["x"])
     return call["cap_mask"].sum(dim=1)
@@ -126,11 +129,6 @@ def words_of_one_size(network: nn.Module, call: dict) -> Tensor:
 def fewer(count: Any, kept: Any) -> Any:
     """Reduces a number of tokens, for each sample or for all."""
     return count - kept.gone
-
-
-def fewer_in_all(ends: Tensor, kept: Any) -> Tensor:
-    """Reduces flash attention's cumulative lengths (2B + 1,): the ends of each sample's tokens and of its padding."""
-    return ends - kept.gone * ((torch.arange(len(ends), device=ends.device) + 1) // 2).to(ends.dtype)
 
 
 def pairs(mask: Tensor, kept: Any) -> Tensor:
@@ -153,76 +151,60 @@ def by_place(axis: int) -> Callable:
     return for_kept
 
 
-class OfSample(int):
-    """A number of tokens that knows its sample, as Wan's blocks read rows of a table sample by sample."""
-
-    def __new__(cls, count: int, sample: int):
-        number = super().__new__(cls, count)
-        number.sample = sample
-        return number
+# The reductions below are those of single networks; `kept.sample` is that of a block called once for each sample.
 
 
-def grid_line(grids: Tensor, kept: Any) -> SimpleNamespace:
-    """Replaces Wan's grids (B, 3) of frames, rows and columns: the kept tokens of each sample form one line."""
-    if any(prod(grid) != kept.length for grid in grids.tolist()):
-        raise ValueError(f"The videos have {grids.tolist()} tokens in a sequence of {kept.length}: videos of several "
+def ends(cumulative: Tensor, kept: Any) -> Tensor:
+    """Reduces flash attention's cumulative lengths (2B + 1,): the ends of each sample's tokens and of its padding."""
+    if kept.sample is not None:
+        cumulative = cumulative[2 * kept.sample:][:3] - cumulative[2 * kept.sample]
+    return cumulative - kept.gone * ((torch.arange(len(cumulative), device=cumulative.device) + 1) // 2).to(
+        cumulative.dtype)
+
+
+def grid_line(grids: Tensor, kept: Any) -> Tensor:
+    """Replaces Wan's grid (1, 3) of frames, rows and columns: the kept tokens form one line."""
+    if prod(grids[0].tolist()) != kept.length:
+        raise ValueError(f"A video of {grids[0].tolist()} tokens in a sequence of {kept.length}: videos of several "
                          f"sizes, or padded ones, cannot be routed. Set seq_len to the number of tokens of each.")
-    lines = [[OfSample(kept.length - kept.gone, sample), 1, 1] for sample in range(len(grids))]
-    return SimpleNamespace(tolist=lambda: lines)
-
-
-class RotaryRows:
-    """Wan's table of rotary values for tokens anywhere in the grid, with one row for each token: (B, K, D).
-
-    A block splits its shared table into one part for each axis, and expands the parts over the grid of a sample. Here
-    the grid is one line of tokens, so the first part has all values and the others have none.
-    """
-
-    def __init__(self, rows: Tensor):
-        self.rows = rows
-
-    def split(self, sizes: list[int], dim: int = 0) -> list:
-        return [self, *(self.rows.new_empty(1, 0) for _ in sizes[1:])]
-
-    def __getitem__(self, index: slice) -> Tensor:
-        return self.rows[index.stop.sample]
+    return grids.new_tensor([[kept.length - kept.gone, 1, 1]])
 
 
 def grid_rows(table: Any, kept: Any) -> Any:
-    """Reduces Wan's table (rows, D) for all axes, or musubi-tuner's list with a table (N, 1, D) for each sample."""
-    places = kept.places()
+    """Reduces Wan's table (rows, D) for all axes, or musubi-tuner's list with a table (N, 1, D) for each sample.
+
+    Wan's block splits the table into a part for each axis, and expands each over the grid. In one line of tokens the
+    first part can have the values of all axes.
+    """
+    [places] = kept.places()
     if isinstance(table, list):
-        return [rows[index] for rows, index in zip(table, places, strict=True)]
-    rows, columns = kept.arguments["grid_sizes"][0].tolist()[1:]
-    cuts = table.shape[1] - 2 * (table.shape[1] // 3), *[table.shape[1] // 3] * 2
+        return [table[kept.sample][places]]
+    _, rows, columns = kept.arguments["grid_sizes"][0].tolist()
+    third = table.shape[1] // 3
     at = places // (rows * columns), places // columns % rows, places % columns
-    return RotaryRows(torch.cat([part[i] for part, i in zip(table.split(cuts, dim=1), at, strict=True)], dim=-1))
+    parts = table.split([table.shape[1] - 2 * third, third, third], dim=1)
+    line = torch.cat([part[i] for part, i in zip(parts, at, strict=True)], dim=1)
+    return SimpleNamespace(split=lambda sizes, dim: [line, *[line.new_empty(1, 0)] * (len(sizes) - 1)])
 
 
-def first_rows(table: Tensor, kept: Any) -> Any:
+def first_rows(_table: Tensor, kept: Any) -> Tensor:
     """Replaces minRF's table without a batch axis, which the network cuts to as many rows as a block has tokens."""
     return kept.rows(kept.network.freqs_cis[:kept.length], 0)
+
+
+def halves(condition: Tensor, kept: Any) -> Tensor:
+    """Reduces Qwen-Image's conditions (2B, D), in which the second half belongs to the condition images."""
+    return condition if len(condition) == 1 else condition[kept.sample::len(condition) // 2]
+
+
+def with_last(modulation: Tensor, kept: Any) -> Tensor:
+    """Reduces Qwen-Image 2.1's modulation (B + 1, D), whose last row is for tokens that are not predicted."""
+    return modulation if len(modulation) == 1 else modulation[[kept.sample, -1]]
 
 
 def of_heads(table: Tensor, kept: Any) -> Tensor:
     """Reduces timm's table (N, D), (heads, N, D) or (1, heads, N, D): (B, heads or 1, K, D)."""
     return kept.rows(table.view(1, -1, *table.shape[-2:]), 2)
-
-
-def halves(value: Tensor, batch: int) -> Tensor:
-    """Splits Qwen-Image's conditions (B,) or (2B,), in which a second half belongs to the condition images."""
-    return value.view(-1, batch, *value.shape[1:]).transpose(0, 1)
-
-
-def ends_of_each(ends: Tensor, batch: int) -> Tensor:
-    """Splits flash attention's cumulative lengths (2B + 1,) into those of each sample, (B, 3)."""
-    starts = ends[:-1:2]
-    return torch.stack([starts - starts, ends[1::2] - starts, ends[2::2] - starts], dim=1)
-
-
-def with_last(value: Tensor, batch: int) -> Tensor:
-    """Splits Qwen-Image 2.1's modulation (B + 1, D), whose last row is for tokens that are not predicted: (B, 2, D)."""
-    return torch.stack([value[:batch], value[-1:].expand(batch, -1)], dim=1) if len(value) > batch else value[:, None]
 
 
 def fewer_in_params(params: Any, kept: Any) -> Any:
@@ -234,32 +216,29 @@ def fewer_in_params(params: Any, kept: Any) -> Any:
         mask = mask.take_along_dim(kept.places(mask.shape[-1])[:, None, None], 3)
     elif mask is not None and not params.split_attn:
         mask = kept.rows(mask, 1)
-    reduced = {name: how(getattr(params, name), kept) for name, how in
-               dict(img_len=fewer, seqlens=fewer, cu_seqlens=fewer_in_all, max_seqlen=fewer).items()
-               if getattr(params, name) is not None}
-    return replace(params, attention_mask=mask, **reduced)
+    counts = dict(img_len=fewer, seqlens=fewer, cu_seqlens=ends, max_seqlen=fewer)
+    return replace(params, attention_mask=mask, **{
+        name: reduce(count, kept) for name, reduce in counts.items() if (count := getattr(params, name)) is not None})
 
 
 TEXT, ROPE, MASK = "encoder_hidden_states", "image_rotary_emb", "attention_mask"
-CONTROLNETS = ("controlnet_block_samples", "controlnet_single_block_samples", "block_controlnet_hidden_states",
-               "block_controlnet_single_hidden_states", "controlnet_hidden_states")
-FREE = dict(free=first_image, alone=CONTROLNETS)
+PLAIN = Family((Blocks("blocks"),))
 FLUX = Family((Blocks("transformer_blocks", {ROPE: 0}, text=TEXT, out=1),
-               Blocks("single_transformer_blocks", {ROPE: 0}, text=TEXT, out=1)), **FREE)
-FLUX2 = Family((FLUX.lists[0], Blocks("single_transformer_blocks", {ROPE: 0}, joined=True)), **FREE)
+               Blocks("single_transformer_blocks", {ROPE: 0}, text=TEXT, out=1)), free=first_image)
+FLUX2 = Family((FLUX.lists[0], Blocks("single_transformer_blocks", {ROPE: 0})), free=first_image)
 WAN = Family((Blocks("blocks", {"rotary_emb": 1, "temb": -3}),))
-FAMILIES = {
-    "dit.DiT": Family((Blocks("blocks", {"positions": 1}),), alone=("routes", "mask_noise")),
-    "timm.VisionTransformer": Family((Blocks("blocks", joined=True),), text=in_front),
-    "timm.Eva": Family((Blocks("blocks", {"rope": of_heads}, joined=True),), text=in_front),
-    "transformers.ViTModel": Family((Blocks("layers", joined=True),), text=in_front),
-    "transformers.Dinov2Model": Family((Blocks("encoder.layer", joined=True),), text=in_front),
-    "transformers.Dinov2WithRegistersModel": Family((Blocks("encoder.layer", joined=True),), text=in_front),
-    "transformers.DINOv3ViTModel": Family(
-        (Blocks("model.layer", {"position_embeddings": 0}, joined=True),), text=in_front),
+DINO = Family((Blocks("encoder.layer"),), front=in_front)
+FAMILIES = {    # of libraries
+    "dit.DiT": Family((Blocks("blocks", {"positions": 1}),)),
+    "timm.VisionTransformer": Family((Blocks("blocks"),), front=in_front),
+    "timm.Eva": Family((Blocks("blocks", {"rope": of_heads}),), front=in_front),
+    "transformers.ViTModel": Family((Blocks("layers"),), front=in_front),
+    "transformers.Dinov2Model": DINO,
+    "transformers.Dinov2WithRegistersModel": DINO,
+    "transformers.DINOv3ViTModel": Family((Blocks("model.layer", {"position_embeddings": 0}),), front=in_front),
     "diffusers.DiTTransformer2DModel": Family((Blocks("transformer_blocks"),)),
     "diffusers.PixArtTransformer2DModel": Family((Blocks("transformer_blocks", {MASK: 2}),)),
-    "diffusers.SD3Transformer2DModel": Family((Blocks("transformer_blocks", text=TEXT, out=1),), alone=CONTROLNETS),
+    "diffusers.SD3Transformer2DModel": Family((Blocks("transformer_blocks", text=TEXT, out=1),)),
     "diffusers.FluxTransformer2DModel": FLUX,
     "diffusers.BriaTransformer2DModel": FLUX,
     "diffusers.LongCatImageTransformer2DModel": FLUX,
@@ -269,17 +248,16 @@ FAMILIES = {
     "diffusers.Flux3Transformer2DModel": Family(
         (Blocks("mode_blocks.image", {"temb_mod": 1, ROPE: 0}),
          Blocks("single_transformer_blocks", {"temb_mod": 1, ROPE: 0}, text=TEXT, out=1)),
-        free=lambda call: call["hidden_states"].shape[1]),
+        free=lambda network, call: call["hidden_states"].shape[1]),
     "diffusers.ChromaTransformer2DModel": Family(
         (Blocks("transformer_blocks", {ROPE: 0, MASK: 1}, text=TEXT, out=1),
-         Blocks("single_transformer_blocks", {ROPE: 0, MASK: 1}, joined=True)), alone=CONTROLNETS),
+         Blocks("single_transformer_blocks", {ROPE: 0, MASK: 1}))),
     "diffusers.Krea2Transformer2DModel": Family(
-        (Blocks("transformer_blocks", {ROPE: 0, MASK: 3}, joined=True),),
-        text=lambda network, call: call[TEXT].shape[1]),
+        (Blocks("transformer_blocks", {ROPE: 0, MASK: 3}),), front=lambda network, call: call[TEXT].shape[1]),
     "diffusers.PRXTransformer2DModel": Family((Blocks("blocks", {ROPE: 2}),)),
     "diffusers.HiDreamImageTransformer2DModel": Family(
         (Blocks("double_stream_blocks", {ROPE: 1, "hidden_states_masks": 1}, text=TEXT, whole=True),
-         Blocks("single_stream_blocks", {ROPE: 1, "hidden_states_masks": 1}, joined=True, whole=True)), text_last=True),
+         Blocks("single_stream_blocks", {ROPE: 1, "hidden_states_masks": 1}, whole=True)), text_last=True),
     "diffusers.CogView3PlusTransformer2DModel": Family((Blocks("transformer_blocks", text=TEXT),)),
     "diffusers.CogView4Transformer2DModel": Family((Blocks("transformer_blocks", {ROPE: 0}, text=TEXT),)),
     "diffusers.CogVideoXTransformer3DModel": Family((Blocks("transformer_blocks", {ROPE: 0}, text=TEXT),)),
@@ -287,23 +265,21 @@ FAMILIES = {
         (Blocks("transformer_blocks", {ROPE: 0, MASK: 3}, text=TEXT),
          Blocks("single_transformer_blocks", {ROPE: 0, MASK: 3}, text=TEXT)), text_last=True),
     "diffusers.AuraFlowTransformer2DModel": Family(
-        (Blocks("joint_transformer_blocks", text=TEXT, out=1), Blocks("single_transformer_blocks", joined=True))),
+        (Blocks("joint_transformer_blocks", text=TEXT, out=1), Blocks("single_transformer_blocks"))),
     "diffusers.Lumina2Transformer2DModel": Family(
-        (Blocks("layers", {MASK: 1, ROPE: 1}, joined=True),),
-        text=lambda network, call: call["encoder_attention_mask"].sum(dim=1)),
+        (Blocks("layers", {MASK: 1, ROPE: 1}),),
+        front=lambda network, call: call["encoder_attention_mask"].sum(dim=1)),
     "diffusers.QwenImageTransformer2DModel": Family(
-        (Blocks("transformer_blocks", {f"{ROPE}.0": 0, "modulate_index": 1}, text=TEXT, out=1,
-                split={"temb": halves}),), free=first_of_shapes, alone=CONTROLNETS),
+        (Blocks("transformer_blocks", {ROPE: (0, None), "modulate_index": 1, "temb": halves}, text=TEXT, out=1),),
+        free=first_of_shapes),
     "diffusers.QwenImage21Transformer2DModel": Family(
-        (Blocks("transformer_blocks", {"rotary_emb": 0, "target_token_mask": 0, "key_valid": 1}, joined=True,
-                split={"modulation": with_last}),),
-        free=lambda call: prod(call["img_shapes"][0][-1]), alone=("kv_cache",)),
+        (Blocks("transformer_blocks", {"rotary_emb": 0, "target_token_mask": 0, "key_valid": 1,
+                                       "modulation": with_last}),), front=before_last_image),
     "diffusers.ZImageTransformer2DModel": Family(
-        (Blocks("layers", {"attn_mask": 1, "freqs_cis": 1}, joined=True),), free=padded_image, text_last=True,
-        alone=("controlnet_block_samples", "siglip_feats")),
+        (Blocks("layers", {"attn_mask": 1, "freqs_cis": 1}),), free=padded_image),
     "diffusers.HunyuanVideoTransformer3DModel": Family(
-        (Blocks("transformer_blocks", {"freqs_cis": 0, MASK: 3}, text=TEXT, front="num_tokens"),
-         Blocks("single_transformer_blocks", {ROPE: 0, MASK: 3}, text=TEXT, front="num_tokens")), text_last=True),
+        (Blocks("transformer_blocks", {"freqs_cis": 0, MASK: 3}, text=TEXT),
+         Blocks("single_transformer_blocks", {ROPE: 0, MASK: 3}, text=TEXT)), front=given_frame, text_last=True),
     "diffusers.HunyuanVideo15Transformer3DModel": Family((Blocks("transformer_blocks", {"freqs_cis": 0}, text=TEXT),)),
     "diffusers.WanTransformer3DModel": WAN,
     "diffusers.ChronoEditTransformer3DModel": WAN,
@@ -314,52 +290,44 @@ FAMILIES = {
         (Blocks("transformer_blocks", {"video_rotary_emb": -2, "ca_video_rotary_emb": -2, "temb": 1,
                                        "temb_ca_scale_shift": 1, "temb_ca_gate": 1}),)),
     "diffusers.CosmosTransformer3DModel": Family(
-        (Blocks("transformer_blocks", {ROPE: 0, "extra_pos_emb": 1, "embedded_timestep": -2, "temb": -2}),),
-        alone=CONTROLNETS),
+        (Blocks("transformer_blocks", {ROPE: 0, "extra_pos_emb": 1, "embedded_timestep": -2, "temb": -2}),)),
     "diffusers.MochiTransformer3DModel": Family((Blocks("transformer_blocks", {ROPE: -3}, text=TEXT),)),
     "diffusers.Kandinsky5Transformer3DModel": Family((Blocks("visual_transformer_blocks", {"rope": 1}),)),
     "diffusers.Kandinsky6Transformer3DModel": Family((Blocks("visual_transformer_blocks", {"vis_rope": -5}),)),
 }
-HUNYUAN = dict(freqs_cis=0, attn_mask=pairs, total_len=fewer, cu_seqlens_q=fewer_in_all, cu_seqlens_kv=fewer_in_all,
-               max_seqlen_q=fewer, max_seqlen_kv=fewer, txt_len=None)
-EACH = dict(cu_seqlens_q=ends_of_each, cu_seqlens_kv=ends_of_each)
-PIXART = (Family((Blocks("blocks", {"y": None}),)),)
-CODES = {  # original code, recognised by the class and by what `fits`
-    "DiT": (Family((Blocks("blocks"),)),),
-    "SiT": (Family((Blocks("blocks"),), reads=encoder_depths),),
-    "PixArt": PIXART,
-    "PixArtMS": PIXART,
+HUNYUAN = dict(freqs_cis=0, attn_mask=pairs, total_len=fewer, cu_seqlens_q=ends, cu_seqlens_kv=ends,
+               max_seqlen_q=fewer, max_seqlen_kv=fewer)
+CODES = {       # original code, recognised by the class and by what `fits`
+    "DiT": (PLAIN,),
+    "SiT": (PLAIN,),
+    "PixArt": (PLAIN,),
+    "PixArtMS": (PLAIN,),
     "LightningDiT": (Family((Blocks("blocks", {"feat_rope": by_place(2)}),)),),
-    "DiT_Llama": (Family((Blocks("layers", {"freqs_cis": first_rows}),)),),
-    "MMDiT": (Family((Blocks("double_layers", tokens="x", text="c", out=1), Blocks("single_layers", joined=True))),
+    "DiT_Llama": (Family((Blocks("layers", {"freqs_cis": first_rows}, each=True),)),),
+    "MMDiT": (Family((Blocks("double_layers", tokens="x", text="c", out=1), Blocks("single_layers"))),
               Family((Blocks("joint_blocks", tokens=1, text=0, out=1),))),
-    "MMDiTX": (Family((Blocks("joint_blocks", tokens=1, text=0, out=1),), alone=CONTROLNETS),),
-    "DinoVisionTransformer": (Family((Blocks("blocks", {"rope_or_rope_list": 0}, joined=True),), text=in_front),),
-    "Flux": (Family((Blocks("double_blocks", {"pe": 2}, text="txt"), Blocks("single_blocks", {"pe": 2}, joined=True)),
-                    **FREE),),
-    "Flux2": (Family((Blocks("double_blocks", {"pe": 2, "pe_ctx": None}, text="txt"),
-                      Blocks("single_blocks", {"pe": 2}, joined=True)), free=first_image),),
+    "MMDiTX": (Family((Blocks("joint_blocks", tokens=1, text=0, out=1),)),),
+    "DinoVisionTransformer": (Family((Blocks("blocks", {"rope_or_rope_list": 0}),), front=in_front),),
+    "Flux": (Family((Blocks("double_blocks", {"pe": 2}, text="txt"), Blocks("single_blocks", {"pe": 2})),
+                    free=first_image),),
+    "Flux2": (Family((Blocks("double_blocks", {"pe": 2}, text="txt"), Blocks("single_blocks", {"pe": 2})),
+                     free=first_image),),
     "ZImageTransformer2DModel": (Family(
-        (Blocks("layers", {"freqs_cis": 1, "attn_params": fewer_in_params}, joined=True),), free=patches_of,
-        text_last=True),),
+        (Blocks("layers", {"freqs_cis": 1, "attn_params": fewer_in_params}),), free=patches_of),),
     "SingleStreamDiT": (Family(
-        (Blocks("blocks", {"freqs": 1, "attn_params": fewer_in_params}, joined=True),),
-        free=lambda call: call["img"].shape[1], text_last=True),),
+        (Blocks("blocks", {"freqs": 1, "attn_params": fewer_in_params}),),
+        free=lambda network, call: call["img"].shape[1]),),
     "QwenImageTransformer2DModel": (Family(
-        (Blocks("transformer_blocks", {f"{ROPE}.0": 0, "timestep_zero_index": fewer}, text=TEXT, out=1),),
+        (Blocks("transformer_blocks", {ROPE: (0, None), "timestep_zero_index": fewer}, text=TEXT, out=1),),
         free=first_of_shapes),),
-    "NextDiT": (Family(
-        (Blocks("layers", {"x_mask": 1, "freqs_cis": 1, "pe": 1}, joined=True),), text=words_of_one_size),),
+    "NextDiT": (Family((Blocks("layers", {"x_mask": 1, "freqs_cis": 1, "pe": 1}),), front=words_of_one_size),),
     "WanModel": (Family(
-        (Blocks("blocks", {"e": -3, "seq_lens": fewer, "grid_sizes": grid_line, "freqs": grid_rows,
-                           "context": None}),)),),
+        (Blocks("blocks", {"e": -3, "seq_lens": fewer, "grid_sizes": grid_line, "freqs": grid_rows}, each=True),)),),
     "HYVideoDiffusionTransformer": (Family(
-        (Blocks("double_blocks", HUNYUAN, text="txt", split=EACH),
-         Blocks("single_blocks", HUNYUAN, joined=True, split=EACH)), text_last=True),),
-    "HunyuanVideo_1_5_DiffusionTransformer": (Family(
-        # Its single blocks see all tokens, because it counts image tokens between the two lists.
-        (Blocks("double_blocks", {"freqs_cis": 0, "attn_param": None, "attn_params": fewer_in_params},
-                text="txt"),), text_last=True),),
+        (Blocks("double_blocks", HUNYUAN, text="txt"), Blocks("single_blocks", HUNYUAN)), text_last=True),),
+    "HunyuanVideo_1_5_DiffusionTransformer": (Family(   # between two lists it counts image tokens, so one is routed
+        (Blocks("double_blocks", {"freqs_cis": 0, "attn_param": None, "attn_params": fewer_in_params}, text="txt"),),
+        text_last=True),),
 }
 CACHES = "its tokens attend to a cache of all tokens from an earlier pass"
 REFUSED = {     # what a trial of the blocks does not find
@@ -368,6 +336,10 @@ REFUSED = {     # what a trial of the blocks does not find
     "WanAnimate2Transformer3DModel": CACHES,
     "NucleusMoEImageTransformer2DModel": "each expert chooses among all tokens, so removing some affects the others",
 }
+PAST_A_ROUTE = (    # arguments of known networks that reach blocks inside a route with values for all tokens
+    "controlnet_block_samples", "controlnet_single_block_samples", "block_controlnet_hidden_states",
+    "block_controlnet_single_hidden_states", "controlnet_hidden_states", "siglip_feats", "kv_cache", "routes",
+    "mask_noise")
 
 
 def lists_of_blocks(network: nn.Module) -> str:
@@ -403,6 +375,15 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     return function(value)
 
 
+def by_axis(function: Callable[[Any, Any], Any], value: Any, axis: Any) -> Any:
+    """Applies a function of a value and its axis to all values in an argument; see `Blocks.along`."""
+    if not isinstance(axis, tuple) or value is None:
+        return mapped(lambda part: function(part, axis), value)
+    if not isinstance(value, tuple | list) or len(value) != len(axis):
+        raise ValueError(f"along= has the axes {axis} for the parts of an argument that is no tuple of {len(axis)}.")
+    return type(value)(by_axis(function, part, each) for part, each in zip(value, axis, strict=True))
+
+
 def only_element(tokens: Any) -> Any:
     """Returns the tensor in a list of one tensor, and anything else unchanged."""
     return tokens[0] if isinstance(tokens, list) and len(tokens) == 1 else tokens
@@ -430,7 +411,7 @@ def owner_of(network: nn.Module) -> type:
 
 def fits(spec: Blocks, network: nn.Module) -> bool:
     """True if a network has a list of blocks that take the tokens, the text and the first argument that it names."""
-    names = {key.partition(".")[0] for key in (spec.tokens, spec.text, *[*spec.along][:1]) if isinstance(key, str)}
+    names = {key for key in (spec.tokens, spec.text, *[*spec.along][:1]) if isinstance(key, str)}
     blocks = getattr(network, spec.path, None)
     return isinstance(blocks, nn.ModuleList) and all(names <= {*argument_names(unwrapped(block))} for block in blocks)
 

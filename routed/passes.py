@@ -5,8 +5,8 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from routed import families
-from routed.families import Blocks, Family, argument_names, mapped, only_element, unwrapped
+from routed.families import Blocks, Family, argument_names, by_axis, mapped, only_element, unwrapped
 from routed.modules import BACKWARD, entry_of, install, plain_class, uninstall
 from routed.trial import TRIED, Trial, Trials
 from routing_module import Route, Router, resolve_routes
@@ -24,21 +24,17 @@ from routing_module import Route, Router, resolve_routes
 class Block:
     """A block of the network, with its description by argument names and its route."""
 
-    def __init__(self, index: int, module: nn.Module, spec: Blocks):
+    def __init__(self, index: int, module: nn.Module, spec: Blocks, joined: bool):
         self.index, self.module, self.spec = index, unwrapped(module, compiled=False), spec
         self.inner = unwrapped(module)
+        self.joined = joined                # the text that is a stream of earlier blocks is in its sequence
         if isinstance(self.inner, nn.ModuleList | nn.ModuleDict):
             raise ValueError(f"{spec.path}.{index} is a {type(self.inner).__name__} of {len(self.inner)} modules, not "
                              f"a block: build the network with a list of blocks (DINOv2: block_chunks=0).")
         self.names = argument_names(self.inner)
-        self.tokens, self.text, self.front = map(self.name_of, (spec.tokens, spec.text, spec.front))
-        self.along = []                     # (an argument along the tokens, the part of it if it is a tuple, the axis)
-        for key, axis in spec.along.items():
-            name, _, part = key.partition(".") if isinstance(key, str) else (self.name_of(key), "", "")
-            self.along.append((name, part, axis))
-        self.described = {self.tokens, self.text, self.front, *(name for name, _, _ in self.along)}
-        # A table whose first axis is that of the tokens has no batch axis, and the block cannot take one.
-        self.by_sample = {name: part for name, part, axis in self.along if axis == 0 or axis is families.first_rows}
+        self.tokens, self.text = map(self.name_of, (spec.tokens, spec.text))
+        self.along = {self.name_of(key): axis for key, axis in spec.along.items()}
+        self.each = spec.each or any(0 in (axis if isinstance(axis, tuple) else [axis]) for axis in self.along.values())
         self.r: int | None = None           # the number of its route
         self.route: Route | None = None
         self.starts = self.ends = False
@@ -46,7 +42,7 @@ class Block:
     def __str__(self) -> str:
         return f"Route {self.route}, block {self.index} of {self.spec.path}"
 
-    def name_of(self, key: Any) -> Any:
+    def name_of(self, key: str | int | None) -> Any:
         """Returns the name of the argument at a position, or the position if the argument has no name."""
         return self.names[key] if isinstance(key, int) and key < len(self.names) else key
 
@@ -60,84 +56,78 @@ class Block:
             if isinstance(part, nn.MultiheadAttention) and not part.batch_first:
                 raise ValueError(f"{self} attends over tokens (N, B, D): set batch_first=True.")
 
-    def call(self, function: Callable, arguments: dict, batch: int) -> Any:
-        """Calls a function of the block's arguments by name: sample by sample if a table has no batch axis."""
-        if not self.by_sample:
-            return function(arguments)
-        outs = [function({name: self.of_sample(value, name, b, batch) for name, value in arguments.items()})
-                for b in range(batch)]
-        return joined(outs)
-
-    def of_sample(self, value: Any, name: str | int, b: int, batch: int) -> Any:
-        """Returns an argument for sample b alone: (1, …) of (B, …), and (K, …) of a table (B, K, …)."""
-        def rows(part: Any, is_table: bool) -> Any:
-            if not isinstance(part, Tensor) or part.ndim == 0:
-                return part
-            if name in self.spec.split:
-                return self.spec.split[name](part, batch)[b]
-            return part if len(part) != batch else part[b] if is_table else part[b:b + 1]
-
-        part = self.by_sample.get(name)
-        if part and isinstance(value, tuple | list):
-            return type(value)(mapped(partial(rows, is_table=part == str(i)), v) for i, v in enumerate(value))
-        return mapped(partial(rows, is_table=part is not None), value)
-
 
 class Kept:
     """The kept tokens in a call of a block; a function in `along` receives it with an argument of the block.
 
-    `ids` (B, K) index the kept tokens among those that may be routed. `length` counts the tokens of the block's stream,
-    including routed ones, and `gone` counts the routed ones. `arguments` holds the block's arguments, by name or
-    position, before tokens are removed. In a trial the ids are `turned`, which is to say not ascending.
+    `ids` (B, K) index the kept tokens among those that may be routed, in a trial not in ascending order. `length`
+    counts the tokens of the block's stream, including routed ones, and `gone` counts the routed ones. `arguments` holds
+    the block's arguments, by name or position, before tokens are removed. If the block is called once for each sample,
+    all of these are of one `sample`.
     """
 
-    def __init__(self, run: "Pass", arguments: dict, ids: Tensor | None = None):
-        self.run, self.arguments, self.turned = run, arguments, ids is not None
-        self.ids = run.ids_keep[run.block.r] if ids is None else ids
-        self.length, self.gone = run.stream, run.free - self.ids.shape[1]
-        self.block, self.network = run.block.inner, run.routing.network
+    def __init__(self, run: "Pass", arguments: dict, ids: Tensor, is_trial: bool = False, sample: int | None = None):
+        self.run, self.arguments, self.ids, self.is_trial, self.sample = run, arguments, ids, is_trial, sample
+        self.length, self.gone = run.stream, run.free - ids.shape[1]
+        self.network = run.routing.network
 
     def places(self, length: int | None = None) -> Tensor:
         """Returns the positions of the kept tokens (B, length - gone), in the stream or a sequence of `length`."""
         length = self.length if length is None else length
         if length == self.run.free:
             return self.ids
-        free = self.run.places(self.ids, length)
+        free = self.run.places(length, self.ids.device)
+        free = (free if self.sample is None or len(free) == 1 else free[self.sample, None]).expand(len(self.ids), -1)
         may_move = self.ids.new_zeros(len(self.ids), length).scatter(1, free, 1)
         kept = free.gather(1, self.ids)
         index = may_move.scatter(1, kept, 0).argsort(dim=1, stable=True)[:, :length - self.gone]
-        return index.masked_scatter(may_move.gather(1, index) > 0, kept) if self.turned else index
+        return index.masked_scatter(may_move.gather(1, index) > 0, kept) if self.is_trial else index
 
     def order(self) -> Tensor:
         """Returns where in ascending order the tokens of the stream are (B, length - gone)."""
         return self.places().argsort(dim=1).argsort(dim=1)
 
+    def call(self, function: Callable) -> tuple[Any, dict]:
+        """Calls a function of the block's arguments by name with what is kept; returns its output, and with what.
+
+        If it is called once for each sample, returns the joined outputs and {}.
+        """
+        if not self.run.block.each:
+            taken = self.take()
+            return function(taken), taken
+        return joined([function(self.of_sample(b).take()) for b in range(len(self.ids))]), {}
+
+    def of_sample(self, b: int) -> "Kept":
+        """Returns what is left for sample b alone."""
+        def cut(part: Any, axis: Any) -> Any:
+            has_batch = isinstance(part, Tensor) and part.ndim > 0 and len(part) == len(self.ids)
+            return part[b:b + 1] if has_batch and axis != 0 else part
+
+        along = self.run.block.along
+        arguments = {name: by_axis(cut, value, along.get(name)) for name, value in self.arguments.items()}
+        return Kept(self.run, arguments, self.ids[b:b + 1], self.is_trial, b)
+
+    def tokens(self) -> Tensor:
+        """Returns the block's tokens without those that are routed."""
+        x = only_element(self.arguments[self.run.block.tokens])
+        if self.run.has_all:
+            return self.run.routing.router.start_route(x, self.places())
+        return gathered(x, self.order(), 1) if self.is_trial else x
+
     def take(self) -> dict:
         """Returns the block's arguments, with its tokens and those along them reduced to the kept tokens."""
-        run, taken = self.run, dict(self.arguments)
-        block, tokens = run.block, taken[run.block.tokens]
-        if run.has_all or self.turned:
-            x = only_element(tokens)
-            x = run.routing.router.start_route(x, self.places()) if run.has_all else gathered(x, self.order(), 1)
-            taken[block.tokens] = [x] if isinstance(tokens, list) else x
-        for name, part, axis in block.along:
-            value = taken.get(name)
-            if value is None or axis is None:
-                continue
-            if part and isinstance(value, tuple | list):
-                taken[name] = type(value)(self.reduced(v, axis, f"{name}.{i}") if part == str(i) else v
-                                          for i, v in enumerate(value))
-            else:
-                taken[name] = self.reduced(value, axis, name)
+        block, taken = self.run.block, dict(self.arguments)
+        taken[block.tokens] = [self.tokens()] if isinstance(taken[block.tokens], list) else self.tokens()
+        for name, axis in block.along.items():
+            if taken.get(name) is not None:
+                taken[name] = axis(taken[name], self) if callable(axis) else by_axis(
+                    partial(self.rows, name=name), taken[name], axis)
         return taken
 
-    def reduced(self, value: Any, axis: Any, name: str) -> Any:
-        return axis(value, self) if callable(axis) else mapped(partial(self.rows, axis=axis, name=name), value)
-
-    def rows(self, value: Any, axis: int, name: str = "") -> Any:
+    def rows(self, value: Any, axis: int | None, name: str | int = "") -> Any:
         """Returns the rows of the kept tokens along an axis of a tensor (see `Blocks`): (B, K, …)."""
         run, batch = self.run, len(self.ids)
-        if not isinstance(value, Tensor) or not -value.ndim <= axis < value.ndim:
+        if not isinstance(value, Tensor) or axis is None or not -value.ndim <= axis < value.ndim:
             return value
         place = axis % value.ndim
         length = value.shape[place]
@@ -147,23 +137,23 @@ class Kept:
         if place > 0 and length == 1:
             return value                    # the same for all tokens
         if not is_along and any(length == size - self.gone for size in sizes):      # reduced by an earlier block
-            return gathered(value, self.order(), place) if self.turned and place > 0 else value
+            return gathered(value, self.order(), place) if self.is_trial and place > 0 else value
         if not is_along or place > 0 and len(value) not in (1, batch):
             if not run.routing.is_described and not is_along:
                 return value                # of another kind in this call, as one time for each sample
-            whose = dict(zip(sizes, ("the tokens that may be routed", "the blocks' stream", "the complete sequence"),
-                             strict=True))
-            lengths = [f"{length} long ({owner})" for length, owner in whose.items()]
-            raise ValueError(f"{run.block}: {name} is {tuple(value.shape)}. Its axis {axis} must be "
-                             f"{' or '.join(lengths)}, after an axis of {batch} samples or of size 1.")
+            raise ValueError(f"{run.block}: {name} is {tuple(value.shape)}. Its axis {axis} must be {run.free} long, "
+                             f"as the tokens that may be routed, {run.stream}, as the block's stream, or {run.length}, "
+                             f"with all text, after an axis of {batch} samples or of size 1.")
+        if axis == 0:                       # here is one sample
+            return value[self.places(length)[0]]
         return value[self.places(length)] if place == 0 else gathered(value, self.places(length), place)
 
     def rejoin(self, x: Tensor) -> Tensor:
         """Puts the tokens of a block's stream back among the routed ones."""
-        run, spec, away = self.run, self.run.block.spec, self.run.away[self.run.block.r]
-        if spec is not run.routing.blocks[run.block.route.start_layer_idx].spec:
+        run, block, away = self.run, self.run.block, self.run.away[self.run.block.r]
+        if block.spec is not run.routing.blocks[block.route.start_layer_idx].spec:
             # they were removed before other tokens, such as text, joined their sequence
-            before = run.before if spec.joined else 0
+            before = run.before if block.joined else 0
             away = nn.functional.pad(away, (0, 0, before, self.length - before - away.shape[1]))
         return run.routing.router.end_route(x, self.places(), away.to(x.dtype))
 
@@ -188,8 +178,9 @@ def joined(outs: list) -> Any:
 class Pass:
     """One forward pass: the kept tokens of each route, and the current block.
 
-    `free` tokens of a sequence may be routed. They are contiguous, after `front` and `text` others. If text has its own
-    stream, the block's stream does not contain it, but some of the block's tables cover the complete sequence.
+    `free` tokens of a sequence may be routed. They are contiguous, after `front` others and, if text is in the same
+    sequence, after the text `before` them. If text has its own stream, some of a block's tables cover the complete
+    sequence.
     """
 
     def __init__(self, routing: "Routing", arguments: dict[str, Any]):
@@ -202,24 +193,21 @@ class Pass:
         # By number of route. In a `Kept`, which refers to this pass, tensors would wait for the garbage collector.
         self.ids_keep: list[Tensor | None] = [None] * len(routing.routes)
         self.away: dict[int, Tensor | None] = {}        # all tokens before a route's start
-        # Numbers of tokens, with routed ones: in its stream, in the complete sequence; of text and others in front.
-        self.stream, self.length, self.before, self.front = 0, 0, 0, 0
-        family, mask = routing.family, routing.options.keep_mask
-        for name in family.alone:
+        # Numbers of tokens, with routed ones: in the block's stream, in the complete sequence; of text in it.
+        self.stream, self.length, self.text, self.before = 0, 0, 0, 0
+        family, network, mask = routing.family, routing.network, routing.options.keep_mask
+        for name in () if routing.is_described else families.PAST_A_ROUTE:
             if arguments.get(name) not in (None, ()):
                 raise ValueError(f"{name} goes to blocks inside a route, past the routed tokens: call the network "
                                  f"without {name}, or without routed().")
-        # A number, or one for each sample (B,); None until a block's call determines it.
-        self.text: Any = None if family.free else routing.options.keep or 0
-        if family.text:
-            self.text = family.text(routing.network, arguments)
-        self.free = family.free(arguments) if family.free else 0
+        self.front = family.front(network, arguments) if family.front else routing.options.keep or 0     # or (B,)
+        self.free = family.free(network, arguments) if family.free else 0
         self.keep_mask = mask(arguments) if callable(mask) else mask        # (B, free) bool: these are kept
 
     @property
     def trials(self) -> Trials | None:
         """Tries the blocks of this pass; None in compiled code and while a block is recomputed."""
-        return None if torch.compiler.is_compiling() or self.recomputes else self.routing.trials
+        return None if torch.compiler.is_compiling() or self.recomputes else self.routing.tries
 
     def advance(self, block: int) -> None:
         """Records that a block is called, or, for the number of blocks, that the pass is over."""
@@ -275,17 +263,15 @@ class Pass:
             x = output[block.spec.out] if isinstance(output, tuple | list) else output
         else:
             kept = self.enter(arguments, x, by_name)
-            taken = kept.take()
-            tokens = only_element(taken[block.tokens])
             try:
-                output = block.call(by_name, taken, len(tokens))
+                output, taken = kept.call(by_name)
             except (RuntimeError, IndexError, TypeError, AssertionError) as error:
                 if not (self.trials and self.trials.failure) or isinstance(error, torch.OutOfMemoryError):
                     raise
                 raise ValueError(f"{block} fails when each sample keeps its own tokens "
                                  f"({str(error).partition(chr(10))[0]}). Cause: {self.trials.failure}. What along= "
                                  f"names gets a batch axis, except by axis 0.") from error
-            output, x = self.leave(kept, tokens, output, taken)
+            output, x = self.leave(kept, x, output, taken)
         if self.trials:
             self.trials.leave(block, x)
         self.mark(output, block.index)
@@ -300,44 +286,39 @@ class Pass:
             raise ValueError(f"{block}: {block.tokens} is {what}, but tokens (B, N, D) are routed: name their "
                              f"argument by family=Family((Blocks(path, tokens=),)).")
         self.has_all = block.starts or block.spec.whole
-        self.measure(x.shape[1] + (0 if self.has_all else self.free - self.ids_keep[block.r].shape[1]),
-                     arguments.get(block.front) or 0)
+        self.stream = x.shape[1] + (0 if self.has_all else self.free - self.ids_keep[block.r].shape[1])
+        self.length = self.stream + (self.text if block.text is not None else 0)
+        has_text = block.joined or block.text is not None
+        self.before = self.text if has_text and not self.routing.family.text_last else 0
         if block.starts:
             self.sample_mask(x)
         if not self.recomputes:
             self.check_named(arguments, x)
-        kept = Kept(self, arguments)
+        kept = Kept(self, arguments, self.ids_keep[block.r])
         if self.trials:
             self.trials.try_block(kept, by_name)
         return kept
-
-    def measure(self, length: int, front: int) -> None:
-        """Records what the block's stream contains; `length` includes the routed tokens."""
-        spec, has_stream = self.block.spec, self.block.text is not None
-        if spec.joined and self.text is None:
-            self.text = length - self.free
-        self.stream, self.length, self.front = length, length + (self.text if has_stream else 0), front
-        self.before = self.text if (has_stream or spec.joined) and not self.routing.family.text_last else 0
 
     def sample_mask(self, x: Tensor) -> None:
         """Samples the mask of a route before its first block, from all tokens x of that block."""
         routing, block, (batch, length) = self.routing, self.block, x.shape[:2]
         if not routing.family.free:
-            text = self.text if block.spec.joined else 0
-            self.free = length - self.front - (int(text.max()) if isinstance(text, Tensor) else text)
+            front = int(self.front.max()) if isinstance(self.front, Tensor) else self.front
+            self.free = length - front - (self.text if block.joined else 0)
         if int(self.free * block.route.selection_ratio) < 1:
             raise ValueError(f"{block}: {length - self.free} of {length} tokens are never routed, and of the others "
                              f"too few to route any; see keep=. Tokens are (B, N, D), the second axis of "
                              f"{tuple(x.shape)}.")
-        noise, shape = routing.options.mask_noise, (batch, len(routing.routes), self.free)
-        if noise is not None and (kind := kind_of(noise)) != f"torch.float32 {shape}":
-            raise ValueError(f"mask_noise is {kind}, but it must be torch.float32 {shape}: samples, routes, and tokens "
-                             f"that may be routed.")
+        noise = routing.options.mask_noise
+        if noise is not None:
+            must_be("mask_noise", noise, torch.float32, (batch, len(routing.routes), self.free),
+                    "samples, routes, and tokens that may be routed")
+            noise = noise[:, block.r]
         if routing.router.selection == "grid":
             routing.router.check(routing.routes, math.sqrt(self.free))
-        ratio, noise = self.forced(x, None if noise is None else noise[:, block.r])
-        free = routing.router.start_route(x.detach(), self.places(x, length))
-        ids = routing.router.get_mask(free, ratio, noise)
+        ratio, noise = self.forced(x, noise)
+        places = self.places(length, x.device).expand(batch, -1)
+        ids = routing.router.get_mask(routing.router.start_route(x.detach(), places), ratio, noise)
         if self.ids_keep[block.r] is None:      # a recomputation samples only to repeat all operations
             self.ids_keep[block.r], self.away[block.r] = ids, x
 
@@ -346,9 +327,7 @@ class Pass:
         mask, ratio, options = self.keep_mask, self.block.route.selection_ratio, self.routing.options
         if options.keep_mask is None:
             return ratio, noise
-        if (kind := kind_of(mask)) != f"torch.bool {(len(x), self.free)}":
-            raise ValueError(f"keep_mask is {kind}, but it must be torch.bool {(len(x), self.free)}: samples, and "
-                             f"tokens that may be routed.")
+        must_be("keep_mask", mask, torch.bool, (len(x), self.free), "samples, and tokens that may be routed")
         stay, most = self.free - int(self.free * ratio), mask.sum(dim=1).max()
         if options.grow:                    # on a GPU this waits
             ratio = Fraction(self.free - max(stay, int(most)), self.free)
@@ -360,59 +339,61 @@ class Pass:
         noise = torch.rand(mask.shape, device=x.device) if noise is None else noise
         return ratio, self.routing.router.keep(noise, mask.to(x.device, non_blocking=True))
 
-    def places(self, like: Tensor, length: int) -> Tensor:
-        """Returns the positions (B, n) of the tokens that may be routed, in a stream or sequence of `length`."""
-        before = self.before if length == self.length else 0
-        first = self.front + (before[:, None] if isinstance(before, Tensor) else before)
-        return (first + torch.arange(self.free, device=like.device)[None]).expand(len(like), -1)
+    def places(self, length: int, device: torch.device) -> Tensor:
+        """Returns the positions (B or 1, n) of the tokens that may be routed, in a stream or sequence of `length`."""
+        first = self.front + (self.before if length == self.length else 0)
+        first = first[:, None] if isinstance(first, Tensor) else first
+        return first + torch.arange(self.free, device=device)[None]
 
     def check_named(self, arguments: dict[str | int, Any], x: Tensor) -> None:
         """Raises ValueError for an unnamed value as long as the tokens, as a block might cut it to its own length.
 
         In known networks only dicts and masks of all pairs of tokens are refused.
         """
-        block, batch, is_known = self.block, len(x), not self.routing.is_described
+        block, is_known = self.block, not self.routing.is_described
         # A set, or `in`, would make sizes constants in a compiled graph.
         lengths = self.free, self.stream, self.stream - self.free + self.ids_keep[block.r].shape[1]
 
-        def refuse(name: Any, what: Any, how: str) -> None:
-            raise ValueError(f"{block}: {name} is {what}, as long as the tokens: {how}, or write along={{{name!r}: "
-                             f"None}} if it has no value per token.")
-
         def check(value: Any, name: Any) -> None:
+            how, what = "", value
             if isinstance(value, int) and not isinstance(value, bool | Tensor):
-                if value in lengths[:2] and not is_known:
-                    refuse(name, value, f"write along={{{name!r}: fewer}} (`from routed import fewer`)")
+                how = "fewer" if value in lengths[:2] and not is_known else ""
             elif isinstance(value, Tensor) and value.ndim > 1:
-                sizes = value.shape[int(len(value) == batch):-1]
-                if value.ndim == 2 and len(value) == batch and value.shape[1] != x.shape[2]:        # a mask (B, N)
-                    sizes = value.shape[1:]
-                is_pairs = any(value.shape[-1] == value.shape[-2] == length for length in lengths)
-                if any(size == length for size in sizes for length in lengths) and (is_pairs or not is_known):
-                    refuse(name, tuple(value.shape), f"write along={{{name!r}: pairs}} (`from routed import pairs`)"
-                           if is_pairs else "name its axis in along=")
+                what, has_batch = tuple(value.shape), len(value) == len(x)
+                is_mask = value.ndim == 2 and has_batch and value.shape[1] != x.shape[2]        # (B, N)
+                sizes = value.shape[1:] if is_mask else value.shape[int(has_batch):-1]
+                if any(value.shape[-1] == value.shape[-2] == length for length in lengths):
+                    how = "pairs"
+                elif not is_known and any(size == length for size in sizes for length in lengths):
+                    how = "axis"
+            if how:
+                instead = "name its axis in along=" if how == "axis" else \
+                    f"write along={{{name!r}: {how}}} (`from routed import {how}`)"
+                raise ValueError(f"{block}: {name} is {what}, as long as the tokens: {instead}, or write "
+                                 f"along={{{name!r}: None}} if it has no value per token.")
 
-        for name in arguments.keys() - block.described:
+        for name in arguments.keys() - block.along.keys() - {block.tokens, block.text}:
             if isinstance(arguments[name], dict) and holds_tensors(arguments[name]):
                 raise ValueError(f"{block}: {name} holds {sorted(map(str, arguments[name]))}, which may have values "
                                  f"per token: call the network without it, or name it in along=.")
             mapped(partial(check, name=name), arguments[name])
 
-    def leave(self, kept: Kept, tokens: Tensor, output: Any, taken: dict) -> tuple[Any, Tensor]:
-        """Returns the output of a block that got `tokens`, and the tokens in it; at a route's end, all tokens."""
+    def leave(self, kept: Kept, x_before: Tensor, output: Any, taken: dict) -> tuple[Any, Tensor]:
+        """Returns the output of a block and the tokens in it; at a route's end, all tokens."""
         block, spec, several = self.block, self.block.spec, isinstance(output, tuple | list)
         x = output[spec.out] if several and len(output) > spec.out else output
+        size = len(x_before), self.stream - kept.gone, x_before.shape[2]
         returned = [] if torch.compiler.is_compiling() else [
             (part, kept.arguments[name]) for name, part in taken.items()
-            if part is not kept.arguments[name] and part is not tokens]
+            if name != block.tokens and part is not kept.arguments[name]]
         streams = [part for part in output if isinstance(part, Tensor) and part.ndim == 3
                    and all(part is not argument for argument, _ in returned)] if several else []
-        is_ambiguous = len(streams) > 1 and self.routing.is_described and block.text is None and spec.text is None
-        if is_ambiguous or not isinstance(x, Tensor) or x.shape[:2] != tokens.shape[:2]:
+        is_ambiguous = len(streams) > 1 and self.routing.is_described and block.text is None
+        if is_ambiguous or not isinstance(x, Tensor) or x.shape[:2] != size[:2]:
             what = (f"{len(streams)} streams, {[tuple(part.shape) for part in streams]}" if is_ambiguous else
                     tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__)
-            raise ValueError(f"{block} gets tokens {tuple(tokens.shape)} and returns {what}: describe what is routed "
-                             f"by family=Family((Blocks(path, tokens=, text=, out=),)).")
+            raise ValueError(f"{block} gets tokens {size} and returns {what}: describe what is routed by "
+                             f"family=Family((Blocks(path, tokens=, text=, out=),)).")
         self.between = not block.ends
         if returned and several:            # an argument that a block returns has all its rows again
             output = type(output)(next((full for part, full in returned if part is value), value) for value in output)
@@ -422,18 +403,6 @@ class Pass:
         if block.ends and not self.recomputes:          # detached, because its graph refers to this pass
             self.away[block.r] = self.away[block.r].detach() if self.has_gradient else None
         return type(output)([*output[:spec.out], x, *output[spec.out + 1:]]) if several else x, x
-
-
-@dataclass
-class KeptTokens:
-    """What `routed` yields: `ids_keep[r]` (B, K) of the latest pass, or None before a pass or if no token is routed.
-
-    Ids count only the tokens that may be routed: with a class token, id 0 is token 1. `trials` are those of the blocks
-    of this network so far.
-    """
-
-    ids_keep: list[Tensor | None]
-    trials: list[Trial] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -463,20 +432,22 @@ class Options:
             return self.family
         along = dict(self.along or {})
         if self.blocks is not None:
-            path = self.blocks if isinstance(self.blocks, str) else "blocks="
-            return Family((Blocks(path, along, joined=True),), reads=families.encoder_depths)
+            return Family((Blocks(self.blocks if isinstance(self.blocks, str) else "blocks=", along),))
         family = families.family_of(network)
-        if self.keep is not None and (family.text or family.free or any(spec.text is not None
-                                                                        for spec in family.lists)):
+        if self.keep is not None and (family.front or family.free or any(spec.text is not None
+                                                                         for spec in family.lists)):
             raise ValueError(f"keep= does not apply: in {type(network).__name__}, which is known, the tokens that "
                              f"are never routed are counted. Use keep_mask= for others.")
-        return replace(family, lists=tuple(replace(
-            spec, along={**spec.along, **along}, joined=spec.joined or self.keep is not None)
-            for spec in family.lists))
+        return replace(family, lists=tuple(replace(spec, along={**spec.along, **along}) for spec in family.lists))
 
 
 class Routing:
-    """A network with its routes: all that is fixed when `routed` is entered."""
+    """A network with its routes: what `routed` yields.
+
+    `ids_keep[r]` (B, K) are the kept tokens of the latest pass, or None before a pass or if no token is routed. Ids
+    count only the tokens that may be routed: with a class token, id 0 is token 1. `trials` are those of the blocks of
+    this network, after the `with` block.
+    """
 
     def __init__(self, network: nn.Module, routes: list[Route], options: Options):
         self.network, self.options = network, options
@@ -484,22 +455,25 @@ class Routing:
         self.is_described = options.family is not None or options.blocks is not None    # by the user
         self.blocks: list[Block] = []
         for spec in self.family.lists:
+            joined = spec.text is None and any(block.text is not None for block in self.blocks)
             for module in options.blocks if isinstance(options.blocks, nn.Module) else spec.modules_of(network):
-                self.blocks.append(Block(len(self.blocks), module, spec))
+                self.blocks.append(Block(len(self.blocks), module, spec, joined))
         self.block_of = {block.module: block for block in self.blocks}
         if repeated := len(self.blocks) - len(self.block_of):
             raise ValueError(f"{repeated} of {len(self.blocks)} blocks repeat an earlier one, but a route needs "
                              f"blocks that are called once.")
         names = {name for block in self.blocks for name in block.names[1:]}
         takes_any = any("**" in str(inspect.signature(plain_class(block.inner).forward)) for block in self.blocks)
-        if unknown := [key for key in options.along or () if isinstance(key, str) and key.partition(".")[0] not in names
+        if unknown := [key for key in options.along or () if isinstance(key, str) and key not in names
                        and not takes_any]:
             raise ValueError(f"along= names {unknown[0]!r}; besides tokens the blocks take {sorted(names)}.")
         if others := [route for route in routes if not isinstance(route, Route)]:
             raise ValueError(f"{others[0]!r} is not a route: write Route(start_layer_idx, end_layer_idx, "
                              f"selection_ratio), and Route(**part) for a dict.")
         self.routes = resolve_routes(routes, len(self.blocks))
-        read = self.family.reads(network) if self.family.reads else {}
+        # REPA's and LayerSync's SiT pass all tokens to another loss after the block of this number, counted from 1.
+        read = {value - 1: name for name, value in vars(network).items()
+                if name.endswith("encoder_depth") and isinstance(value, int)}
         for r, route in enumerate(self.routes):
             if not route.is_identity or route.path_drop:
                 raise ValueError(f"Route {route}: routed() returns tokens unchanged, so it does not support x_T, "
@@ -517,12 +491,13 @@ class Routing:
         self.arguments = argument_names(network)
         parts = inspect.signature(plain_class(network).forward).parameters.values()
         self.defaults = {part.name: part.default for part in parts if part.default is not part.empty}
-        self.trials = Trials(TRIED.setdefault(network, {}), options.ordered) if options.probe else None
-        self.kept = KeptTokens([None] * len(self.routes))
+        self.tries = Trials(TRIED.setdefault(network, {}), options.ordered) if options.probe else None
+        self.ids_keep: list[Tensor | None] = [None] * len(self.routes)
+        self.trials: list[Trial] = []
         self.modules = {network: None} | self.block_of
         self.thread = threading.get_ident()
-        self.is_open, self.pauses = False, 0
-        self.pending = 0                        # passes through which a backward may still come
+        self.pauses = 0                         # `routed(model, [])` inside
+        self.pending = 1                        # the `with` block, and passes through which a backward may still come
         self.active: Pass | None = None         # the pass whose blocks are being called
         self.latest: Pass | None = None
 
@@ -531,16 +506,11 @@ class Routing:
         run = BACKWARD.run()
         return threading.get_ident() == self.thread or run is not None and run.routing is self
 
-    def open(self) -> None:
-        self.is_open = True
-        for module, block in self.modules.items():
-            install(module, self, block)
-
     def close(self) -> None:
         """Ends the routing; a backward that comes later still finds the passes whose graphs live."""
         self.end()
-        self.is_open, self.active = False, None
-        self.kept.trials = self.trials.rows if self.trials else []
+        self.active = None
+        self.trials = self.tries.rows if self.tries else []
         for module in self.modules:
             entry = entry_of(module)
             if entry is not None and entry.routing is self:
@@ -552,26 +522,14 @@ class Routing:
         if not run.is_pending:
             run.is_pending = True
             self.pending += 1
-            weakref.finalize(run, Routing.let_go, self).atexit = False
-
-    def let_go(self) -> None:
-        self.pending -= 1
-        self.release()
+            weakref.finalize(run, Routing.release, self).atexit = False
 
     def release(self) -> None:
-        if not self.is_open and not self.pending:
+        """Ends one of the reasons to keep the modules routed: the `with` block, or a pass; after the last, no more."""
+        self.pending -= 1
+        if not self.pending:
             for module in self.modules:
                 uninstall(module)
-            self.pending = -1
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Lets the network be dense for a while."""
-        self.pauses += 1
-        try:
-            yield
-        finally:
-            self.pauses -= 1
 
     def call(self, block: Block | None, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Calls the network (None) or a block of it in a forward pass; the network or block 0 begins the pass."""
@@ -614,13 +572,13 @@ class Routing:
         """Begins a pass of the network with these arguments."""
         self.end()
         self.latest = Pass(self, arguments)
-        self.kept.ids_keep = self.latest.ids_keep
+        self.ids_keep = self.latest.ids_keep
         return self.latest
 
     def end(self) -> None:
         """Ends the latest pass; one that failed detaches its routed tokens, whose graph would hold them for ever."""
-        if self.trials:
-            self.trials.forget()
+        if self.tries:
+            self.tries.forget()
         if self.latest is not None:
             self.latest.away = {r: away if away is None else away.detach() for r, away in self.latest.away.items()}
         self.latest = None
@@ -634,8 +592,11 @@ def needs_gradient(what: str) -> None:
                          f"input.")
 
 
-def kind_of(value: Any) -> str:
-    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+def must_be(name: str, value: Any, dtype: torch.dtype, shape: tuple[int, ...], axes: str) -> None:
+    """Raises ValueError for an option that is no tensor of this dtype and shape."""
+    kind = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    if kind != f"{dtype} {shape}":
+        raise ValueError(f"{name} is {kind}, but it must be {dtype} {shape}: {axes}.")
 
 
 def holds_tensors(value: Any) -> bool:
@@ -660,18 +621,17 @@ def routed(
     family: Family | None = None,                       # your own description, instead of blocks, along and keep
     probe: bool = True,                                 # try the blocks first
     ordered: bool = False,                              # the blocks depend on the order of tokens (causal, scans)
-) -> Iterator[KeptTokens]:
+) -> Iterator[Routing]:
     """Routes each forward pass of a network inside the `with` block, in training and evaluation; outside it is dense.
 
     In each pass, a share of the tokens (image patches, say) skips some blocks and then returns unchanged, so that a
     training step costs less (TREAD, arXiv 2501.04765). Indices of routes count the blocks of all lists of the network,
     and routes are numbered in order of depth. Masks are sampled in each pass, or decided by mask_noise (see
-    `Router.get_mask`). Yields `KeptTokens`, whose ids_keep[r] (B, K) index the N tokens that may be routed. Text, class
-    and register tokens and condition images are never routed, and tokens of keep_mask are not routed in this pass. A
-    callable keep_mask gets the arguments of the call as a dict by name. A block that a backward recomputes sees the
-    masks of its pass, also outside the `with` block. Inside it, `routed(model, [])` is dense. Other threads see the
-    dense network. Raises ValueError, with the reason, for a network or a call that cannot be routed exactly, for a pass
-    that does not reach the blocks, and on exit if there was no pass.
+    `Router.get_mask`). Text, class and register tokens and condition images are never routed, and tokens of keep_mask
+    are not routed in this pass. A callable keep_mask gets the arguments of the call as a dict by name. A block that a
+    backward recomputes sees the masks of its pass, also outside the `with` block. Inside it, `routed(model, [])` is
+    dense. Other threads see the dense network. Raises ValueError, with the reason, for a network or a call that cannot
+    be routed exactly, for a pass that does not reach the blocks, and on exit if there was no pass.
     """
     network = families.network_of(model)
     options = Options(blocks, along, keep, mask_noise, keep_mask, grow, router, family, probe, ordered)
@@ -679,15 +639,20 @@ def routed(
     entry = entry_of(network)
     other = entry.routing if entry is not None else None
     if not any(block.route for block in routing.blocks):     # dense: uses what was compiled without a route
-        with other.paused() if other is not None else nullcontext():
-            yield routing.kept
+        outside = other or routing
+        outside.pauses += 1
+        try:
+            yield routing
+        finally:
+            outside.pauses -= 1
         return
     if other is not None:
         raise ValueError(f"{type(network).__name__} is routed already: pass all routes to one routed(), or [] for a "
                          f"dense pass inside of it.")
-    routing.open()
+    for module, block in routing.modules.items():
+        install(module, routing, block)
     try:
-        yield routing.kept
+        yield routing
         if routing.latest is None:
             raise ValueError(f"{type(network).__name__} was not called inside routed(), so nothing was routed: call "
                              f"this very network inside the `with` block.")

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from routed.families import mapped, only_element
+from routed.families import mapped
 from routed.modules import plain_class
 
 TRIED: WeakKeyDictionary = WeakKeyDictionary()      # network -> what has been tried in it: {key: Trial or None}
@@ -42,20 +43,19 @@ class Trial:
 
 
 class Trials:
-    """Tries the blocks of one network, each kind of block and arguments once, and lists the results.
+    """Tries the blocks of one network, each once for a kind of arguments, and lists the results.
 
     `ordered` blocks depend on the order of their tokens (causal attention, scans), which routing preserves.
     """
 
     def __init__(self, tried: dict, ordered: bool = False):
         self.tried, self.ordered = tried, ordered
-        self.kinds: list[tuple] = []        # of each block, once it is needed
         self.failure = ""                   # the cause if a trial of the latest block failed, as its call may, too
         self.forget()
 
     @property
     def rows(self) -> list[Trial]:
-        return list(dict.fromkeys(row for row in self.tried.values() if isinstance(row, Trial)))
+        return [row for row in self.tried.values() if isinstance(row, Trial)]
 
     def forget(self) -> None:
         self.left: tuple[Any, Any] = None, None     # the latest block, and the tokens that it returned
@@ -75,11 +75,11 @@ class Trials:
         is_border = before.route is not block.route
         if before.route is block.route is None or before.spec is not block.spec and not is_border:
             return
-        if x.shape == left.shape and block.spec.joined and isinstance(run.text, int):     # text may be replaced
-            rows = slice(x.shape[1] - run.text) if run.routing.family.text_last else slice(run.text, None)
-            changed = not torch.equal(x[:, rows], left[:, rows].to(x))
-        else:
-            changed = x.shape != left.shape or not torch.allclose(x, left.to(x), rtol=0, atol=0, equal_nan=True)
+        text, front = run.text if block.joined else 0, run.front if isinstance(run.front, int) else 0
+        first, behind = (front, text) if run.routing.family.text_last else (front + text, 0)
+        rows = slice(first, x.shape[1] - behind)        # text may be replaced
+        changed = x.shape != left.shape or not torch.allclose(x[:, rows], left[:, rows].to(x), rtol=0, atol=0,
+                                                              equal_nan=True)
         if changed and (not is_border or before.spec is block.spec and reaches(x, left, earlier)):
             raise ValueError(f"Between blocks {before.index} and {block.index} of {block.spec.path} the network "
                              f"changes the tokens: a residual or skip outside of the blocks would miss the routed "
@@ -94,24 +94,20 @@ class Trials:
         """
         block, self.failure = kept.run.block, ""
         kinds = tuple((name, type(value).__name__, getattr(value, "ndim", 0)) for name, value in kept.arguments.items())
-        axes = [(name, part, getattr(axis, "__qualname__", str(axis))) for name, part, axis in block.along]
+        axes = [(name, getattr(axis, "__qualname__", str(axis))) for name, axis in block.along.items()]
         here = block.index, block.inner.training, len(kept.ids) > 1, kinds, *axes
         if self.ordered or here in self.tried and not isinstance(self.tried[here], int):
             return
-        self.kinds = self.kinds or kinds_of(kept.run.routing.blocks)
-        alike = self.kinds[block.index], *here[1:]
-        if alike not in self.tried:
-            row, reason = in_thread(lambda: self.measure(kept, call), kept.ids.device)
-            if row is None:
-                self.wait(here, block, reason)
-                return
-            if not row.deviation <= row.tolerance:
-                raise ValueError(f"{block} depends on where its tokens are: in another order they change by "
-                                 f"{row.deviation:.2g} of what it adds (tolerance {row.tolerance:.1g}, {row.dtype}). "
-                                 f"Cause: {self.cause(kept)}. If it depends on their order alone (causal attention, "
-                                 f"scans), set ordered=True.")
-            self.tried[alike] = row
-        self.tried[here] = self.tried[alike]
+        row, reason = in_thread(lambda: self.measure(kept, call), kept.ids.device)
+        if row is None:
+            self.wait(here, block, reason)
+            return
+        if not row.deviation <= row.tolerance:
+            raise ValueError(f"{block} depends on where its tokens are: in another order they change by "
+                             f"{row.deviation:.2g} of what it adds (tolerance {row.tolerance:.1g}, {row.dtype}). "
+                             f"Cause: {self.cause(kept)}. If it depends on their order alone (causal attention, "
+                             f"scans), set ordered=True.")
+        self.tried[here] = row
 
     def wait(self, here: tuple, block: Any, reason: str) -> None:
         """Counts a pass without a verdict; after the last, warns once for the network."""
@@ -126,53 +122,52 @@ class Trials:
     def cause(self, kept: Any) -> str:
         sizes, block = {kept.run.free, kept.run.stream, kept.run.length}, kept.run.block
         unnamed = [str(name) for name, value in kept.arguments.items()
-                   if name not in block.described and may_be_along(value, sizes)]
-        tables = [str(name) for name, _, axis in block.along if isinstance(axis, int)]
+                   if name not in {block.tokens, block.text, *block.along} and may_be_along(value, sizes)]
+        tables = [str(name) for name, axis in block.along.items() if isinstance(axis, int | tuple)]
         return (f"the argument {', '.join(unnamed)}, which along= does not name" if unnamed else
                 "positions inside the block, such as its own rotary values, a convolution, windows or pooled keys" +
                 (f"; or {', '.join(tables)} along another axis, or read for one sample only" if tables else ""))
 
     def measure(self, kept: Any, call: Callable) -> tuple[Trial | None, str]:
         """Returns the result of a trial, or None and why there is none."""
-        errors = []
-        for dtype in (torch.float32, None):     # what computes in one precision alone is tried in that
-            for copies in (2, 1) if len(kept.ids) == 1 else (1,):
-                try:
-                    row, reason = self.measured(kept, call, dtype, copies)
-                except Exception as error:
-                    errors.append(error)
-                    continue
-                if row is not None or dtype is None:
-                    return row, reason
-                errors.append(ValueError(reason))
-        self.failure = self.cause(kept)
-        return None, f"{type(errors[0]).__name__}: {str(errors[0]).partition(chr(10))[0]}"
+        reasons = []
+        # What computes in one precision alone is tried in that; a single sample is repeated if the block allows.
+        for dtype, copies in product((torch.float32, None), (2, 1) if len(kept.ids) == 1 else (1,)):
+            try:
+                row, reason = self.measured(kept, call, dtype, copies)
+                self.failure = ""
+            except Exception as error:
+                row, reason = None, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                self.failure = self.cause(kept)
+            if row is not None:
+                return row, ""
+            reasons.append(reason)
+        return None, reasons[0]
 
     def measured(self, kept: Any, call: Callable, dtype: torch.dtype | None, copies: int) -> tuple[Trial | None, str]:
         """Compares the outputs of a block whose kept tokens are in their order, and in another."""
-        block, ids, name, outs = kept.run.block, kept.ids.repeat(copies, 1), kept.run.block.tokens, []
+        block, ids, outs = kept.run.block, kept.ids.repeat(copies, 1), []
         generator = torch.Generator(ids.device).manual_seed(0)
         order = torch.rand(ids.shape, generator=generator, device=ids.device).argsort(dim=1)
         with undisturbed(block.inner, ids.device) as restart:
-            arguments = {key: prepared(value, generator, dtype, copies, key == name)
-                         for key, value in kept.arguments.items()}
+            arguments = {name: prepared(value, generator, dtype, copies, name == block.tokens)
+                         for name, value in kept.arguments.items()}
             forward = with_open_gates(block, generator, dtype)
-            for turned in (type(kept)(kept.run, copied(arguments), ids),
-                           type(kept)(kept.run, copied(arguments), ids.gather(1, order))):
+            for some_ids in (ids, ids.gather(1, order)):
                 restart()
-                taken = turned.take()
-                x = only_element(taken[name])
-                out = block.call(partial(call, function=forward), taken, len(ids))
-                outs.append(out[block.spec.out] if isinstance(out, tuple | list) else out)
-                if not isinstance(outs[-1], Tensor) or outs[-1].shape != x.shape:
+                turned = type(kept)(kept.run, copied(arguments), some_ids, is_trial=True)
+                x, (out, _) = turned.tokens(), turned.call(partial(call, function=forward))
+                out = out[block.spec.out] if isinstance(out, tuple | list) else out
+                if not isinstance(out, Tensor) or out.shape != x.shape:
                     return None, "it returns something else than tokens"      # `Pass.leave` raises an error for it
-            rows = turned.order()[..., None]
-            out, other = (out.to(torch.promote_types(out.dtype, torch.float32)).take_along_dim(index, 1) for out, index
-                          in zip(outs, (rows, torch.arange(x.shape[1], device=x.device)[None, :, None]), strict=True))
+                outs.append(out.to(torch.promote_types(out.dtype, torch.float32)))
+            out, other = outs[0].take_along_dim(turned.order()[..., None], 1), outs[1]
             added, size, deviation = (float(part.square().mean().sqrt()) for part in (out - x, out, other - out))
         eps = torch.finfo(dtype or x.dtype).eps
-        if not math.isfinite(deviation) or added <= 4 * eps * size:     # lost when added to the tokens and rounded
-            return None, "its output is not finite" if not math.isfinite(deviation) else "it adds nothing yet"
+        if not math.isfinite(deviation):
+            return None, "its output is not finite"
+        if added <= 4 * eps * size:         # lost when added to the tokens and rounded
+            return None, "it adds nothing yet"
         limit = (TOLERANCE if dtype or x.dtype == torch.float64 else math.sqrt(eps)) + 8 * eps * size / added
         return Trial(f"block {block.index} of {block.spec.path} ({plain_class(block.inner).__name__})",
                      deviation / added, limit, dtype or x.dtype), ""
@@ -231,23 +226,19 @@ class NoDropout(TorchFunctionMode):
 def copied(value: Any, memo: dict | None = None) -> Any:
     """Copies an argument, so that a block may write to it; modules and functions remain."""
     memo = {} if memo is None else memo
-    if id(value) in memo:
-        return memo[id(value)]
-    if isinstance(value, Tensor):
-        new = value.clone() if type(value) is Tensor else value
-    elif isinstance(value, list | tuple | set):
-        parts = [copied(part, memo) for part in value]
-        new = type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    elif type(value) is dict:
-        new = {key: copied(part, memo) for key, part in value.items()}
-    elif isinstance(value, nn.Module | FunctionType | MethodType | BuiltinFunctionType | type) \
-            or not hasattr(value, "__dict__"):
-        new = copy.copy(value) if isinstance(value, Mapping) else value
-    else:
-        new = memo[id(value)] = copy.copy(value)
-        vars(new).update({key: copied(part, memo) for key, part in vars(value).items()})
-    memo[id(value)] = new
-    return new
+
+    def copy_of(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            return part.clone() if type(part) is Tensor else part
+        if isinstance(part, set | Mapping):
+            return copy.copy(part)
+        fixed = nn.Module, FunctionType, MethodType, BuiltinFunctionType, type
+        if id(part) not in memo and not isinstance(part, fixed) and hasattr(part, "__dict__"):
+            memo[id(part)] = copy.copy(part)
+            vars(memo[id(part)]).update(copied(vars(part), memo))
+        return memo.get(id(part), part)
+
+    return mapped(copy_of, value)
 
 
 def prepared(value: Any, generator: torch.Generator, dtype: torch.dtype | None, copies: int, is_tokens: bool) -> Any:
@@ -319,21 +310,6 @@ def undisturbed(block: nn.Module, device: torch.device) -> Iterator[Callable[[],
             for part, values in before:
                 vars(part).clear()
                 vars(part).update(values)
-
-
-def kinds_of(blocks: list) -> list[tuple]:
-    """Returns a key for each block, which similar ones share: its class and settings, except those that number it."""
-    settings = [{(name, key): value for name, part in block.inner.named_modules() for key, value in vars(part).items()
-                 if isinstance(value, bool | int | str) and key[0] != "_" and key != "training"} for block in blocks]
-    kinds = []
-    for spec in dict.fromkeys(block.spec.path for block in blocks):
-        alike = [(block, values) for block, values in zip(blocks, settings, strict=True) if block.spec.path == spec]
-        shared = {key for key in alike[0][1] if len(alike) == 1
-                  or len({values.get(key) for _, values in alike}) < len(alike)}
-        kinds += [(plain_class(block.inner), *((key, value) for key, value in values.items()
-                                               if isinstance(value, bool) or key in shared or key not in alike[0][1]))
-                  for block, values in alike]
-    return kinds
 
 
 def may_be_along(value: Any, sizes: set[int]) -> bool:

@@ -476,7 +476,7 @@ def test_the_small_networks_are_of_known_implementations():
 def test_a_custom_network_is_known_by_its_own_row():
     net, x, ids, noise = min_rf(), torch.randn(BATCH, N, D), torch.arange(N), torch.rand(BATCH, 1, N)
     net.__class__.__name__ = "Mine"
-    row = Family((Blocks("double_layers", tokens="x", text="c", out=1), Blocks("single_layers", joined=True)))
+    row = Family((Blocks("double_layers", tokens="x", text="c", out=1), Blocks("single_layers")))
     with routed(net, [Route(0, -1, 0.5)], family=row, mask_noise=noise):
         out = net(x, ids).detach()
     net.__class__.__name__ = "MMDiT"

@@ -483,9 +483,10 @@ def test_for_a_class_that_is_not_known_the_error_lists_its_blocks():
     assert "layers (3 of LuminaNextDiTBlock)" in refused(network, TWO)
 
 
-def test_similar_blocks_of_a_network_are_tried_once():
+def test_each_block_on_a_route_is_tried_once():
     case = example("SD3Transformer2DModel")
     with torch.no_grad(), routed(case.model, TWO) as routing:
         case.call()
+        case.call()
     assert [row.block for row in routing.trials] == [
-        f"block {i} of transformer_blocks (JointTransformerBlock)" for i in (0, 3)]
+        f"block {i} of transformer_blocks (JointTransformerBlock)" for i in range(4)]

@@ -340,7 +340,7 @@ REFUSED = {     # network, its description, and what the error says
     **{f"two streams where none is named, {path}": (
         net, FIRST | dict(blocks=path, along=along), "returns 2 streams|must be")
        for net, path, along in ((min_rf(), "double_layers", {}), (sd35(), "joint_blocks", {}),
-                                (qwen(), "transformer_blocks", {"image_rotary_emb.0": 0}))},
+                                (qwen(), "transformer_blocks", {"image_rotary_emb": (0, None)}))},
     "FSDP1": (type("FullyShardedDataParallel", (nn.Module,), {})(), {}, "shard it with FSDP2"),
 }
 
@@ -470,10 +470,10 @@ def test_a_trial_leaves_the_network_and_the_random_numbers_as_they_were_and_happ
     _, expected, others, other_state = trained(probe=False)
     assert str(tried) == str(expected) and torch.equal(state, other_state) and net.training
     assert all(map(torch.equal, grads, others)) and all(part.training for part in net.modules())
-    assert [len(part.log) for part in net.blocks] == [2, 2 + 2, 2]      # two forwards of the first alike, and no more
+    assert [len(part.log) for part in net.blocks] == [2, 2 + 2, 2 + 2]      # two more forwards, once
     with routed(net, MIDDLE, blocks="blocks"):
         net(X)
-    assert [len(part.log) for part in net.blocks] == [3, 5, 3]
+    assert [len(part.log) for part in net.blocks] == [3, 5, 5]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -481,8 +481,8 @@ def test_a_trial_runs_in_float32_at_least(dtype):
     net = made(attention).to(dtype)
     with torch.no_grad(), routed(net, HALF, blocks="blocks") as routing:
         net(X.to(dtype))
-    [row] = routing.trials
-    assert row.dtype == torch.float32 and row.deviation < 1e-5 < row.tolerance < 2e-3
+    assert len(routing.trials) == 4
+    assert all(row.dtype == torch.float32 and row.deviation < 1e-5 < row.tolerance < 2e-3 for row in routing.trials)
 
 
 def test_compiled_code_is_not_tried(monkeypatch):
@@ -499,7 +499,7 @@ def test_a_description_that_is_made_anew_in_each_step_is_tried_once(monkeypatch)
     for _ in range(3):
         with routed(net, HALF, blocks="blocks", along={"feat_rope": by_place(2)}):
             net(X, PLACES)
-    assert seen == [0]      # the others are like it
+    assert seen == [0, 1]
 
 
 # ---- threads, copies, checkpoints ----------------------------------------------------------------------------------
