@@ -41,16 +41,11 @@ def last_of_each(settings) -> list[str]:
 
 def run_command(entry, program: str, *overrides: str, **settings) -> None:
     """Runs a command in this process as `python <program> key=value …` does; None is null, a list is a list."""
-    def written(value) -> str:
-        match value:
-            case None | bool():
-                return {None: "null", True: "true", False: "false"}[value]
-            case list() | tuple():
-                return f"[{','.join(map(written, value))}]"
-        return str(value)
+    from runtime.schema import as_text
 
     with pytest.MonkeyPatch.context() as patch:
-        settings = [*overrides, *(f"{key}={written(value)}" for key, value in settings.items())]
+        settings = {key: str(value) if isinstance(value, Path) else value for key, value in settings.items()}
+        settings = [*overrides, *(f"{key}={as_text(value)}" for key, value in settings.items())]
         patch.setattr(sys, "argv", [program, *last_of_each(settings)])
         entry()
 
@@ -135,12 +130,9 @@ def real_data() -> Path:
 @pytest.fixture(scope="session")
 def shapes(tmp_path_factory) -> Path:
     """The built-in shapes, 300 of them, as a latent folder."""
-    import forked
-
     out = tmp_path_factory.mktemp("data") / "shapes"
-    done = forked.run("scripts/prepare_latents.py", "source=shapes", "shapes.count=300", "resolution=16",
-                      "autoencoder=identity", f"out={out}")
-    assert done.returncode == 0, done.stderr
+    run_command(command_of("prepare_latents")[0], "prepare_latents.py", "source=shapes", "shapes.count=300",
+                "resolution=16", "autoencoder=identity", f"out={out}")
     return out
 
 
@@ -188,10 +180,9 @@ def change_record(folder: Path, **changes) -> None:
 @pytest.fixture(scope="session")
 def reference(shapes, tmp_path_factory) -> Path:
     """A run that nothing disturbed, with checkpoints that fall between reports."""
-    from training_runs import rows, train
+    from training_runs import rows, trained
 
     run = tmp_path_factory.mktemp("reference") / "run"
-    result = train(run, shapes)
-    assert result.returncode == 0, result.stderr
+    trained(run, shapes)
     assert [row["step"] for row in rows(run)] == [3, 6, 9, 12, 15, 18, 21, 24]
     return run

@@ -151,22 +151,19 @@ class Ended:
 class Life:
     """A forked child of this process that does `work` in a process group of its own; it prints into a file."""
 
-    def __init__(self, work: Callable[[], None], memory: int | None = None):      # bytes that it may allocate
+    def __init__(self, work: Callable[[], None]):
         self.began, self.output = time.monotonic(), tempfile.TemporaryFile()      # noqa: SIM115 (closed by wait)
-        self.process = get_context("fork").Process(target=self.live, args=(work, memory))
+        self.process = get_context("fork").Process(target=self.live, args=(work,))
         self.process.start()
         self.pid = self.process.pid
         with contextlib.suppress(OSError):  # the child may have done it, and may even be gone
             os.setpgid(self.pid, self.pid)
 
-    def live(self, work: Callable[[], None], memory: int | None) -> None:
+    def live(self, work: Callable[[], None]) -> None:
         os.setpgid(0, 0)
         for number in (1, 2):
             os.dup2(self.output.fileno(), number)
         sys.stdout, sys.stderr = (os.fdopen(os.dup(1), "w", buffering=1) for _ in range(2))
-        if memory is not None:
-            size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-            resource.setrlimit(resource.RLIMIT_AS, (size + memory,) * 2)
         work()
 
     def signal(self, number: int) -> None:

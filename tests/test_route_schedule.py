@@ -4,18 +4,15 @@ asks for its step's.
 
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 import training_runs
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_sharding import all_well, assert_same_losses, on_ranks
 from test_study import run_of
-from training_runs import assert_same_end, command, killed
+from training_runs import assert_same_end, killed
 
-import train
 from dit import multiply_adds
 from edm import EDM
 from guidance import Guidance
@@ -29,8 +26,6 @@ from weights.records import build_network, build_schedule
 
 ROUTE = Route(2, 2, 0.5)  # of model=tread at a depth of 6
 NETWORK = dict(input_size=8, in_channels=3, hidden_size=32, depth=6, num_heads=2, num_classes=5)
-RAMPS = ("route_schedule.dense_before=1", "route_schedule.dense_after=4",
-         "route_schedule.selection_ratios=[0.25,0.5,0.75]")
 
 
 def small_net(**keywords):
@@ -142,35 +137,6 @@ def test_every_objective_takes_the_routes_of_its_step(name):
         objective(torch.randn(2, 3, 8, 8), torch.tensor([0, 1]), **arrays)
     routes = [kwargs.get("routes", args[3] if len(args) > 3 else ()) for args, kwargs in seen]
     assert routes == [schedule.at(step) for step in range(3)]
-
-
-# ---- over ranks -----------------------------------------------------------------------------------------------------
-
-
-def write_routes(home, rank):
-    """Makes each step of a rank write its routes to a file."""
-    step = train.train_step
-
-    def noted(accelerator, called, objective, *args, **kwargs):
-        with (home / f"{accelerator.num_processes}-{rank}").open("a") as file:
-            file.write(f"{objective.step} {objective.routes}\n")
-        return step(accelerator, called, objective, *args, **kwargs)
-
-    train.train_step = noted
-
-
-def test_two_ranks_take_the_routes_of_one_and_fsdp_trains_as_ddp(taught, tmp_path, monkeypatch):
-    settings = (*RAMPS, "steps=6", "log.every=1", "checkpoint.every=6")
-    all_well(on_ranks(2, command(tmp_path / "ddp", taught, *settings)[1:],
-                      command(tmp_path / "fsdp", taught, *settings, "sharding=fsdp")[1:],
-                      before=partial(write_routes, tmp_path)))
-    monkeypatch.setattr(train, "train_step", train.train_step)
-    write_routes(tmp_path, 0)
-    trained(tmp_path / "one", taught, *settings)
-    assert_same_losses(tmp_path / "fsdp", tmp_path / "ddp", 6)
-    one = (tmp_path / "1-0").read_text()
-    assert len({line.split(" ", 1)[1] for line in one.splitlines()}) >= 3
-    assert (tmp_path / "2-0").read_text() == (tmp_path / "2-1").read_text() == 2 * one
 
 
 # ---- what it takes --------------------------------------------------------------------------------------------------

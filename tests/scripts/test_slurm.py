@@ -8,10 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 from conftest import PATIENCE, ROOT
+from training_runs import wait_until
 
 # Starts the tasks, hands TERM on to each, and ends all where one leaves with another code than 0, as it is asked to;
 # returns the largest exit code.
@@ -80,17 +80,10 @@ def free_job() -> str:
             return str(job)
 
 
-def wait_for(condition):
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
-def given_to(tmp_path, *ranks):
+def given_to(job, tmp_path, *ranks):
     """What each rank wrote down once it had started."""
     files = [tmp_path / f"rank{rank}" for rank in ranks]
-    wait_for(lambda: all(file.is_file() and file.stat().st_size for file in files))
+    wait_until(lambda: all(file.is_file() and file.stat().st_size for file in files), job)
     return [json.loads(file.read_text()) for file in files]
 
 
@@ -105,7 +98,7 @@ def test_a_job_that_is_stopped_and_saves_goes_back_into_the_queue_and_no_other(
         slurm, tmp_path, words, number, code, printed):
     job = slurm(2 if number else 1, tmp_path / "program.py", *words, REFUSES=str(int("refused" in words)))
     if number:
-        given_to(tmp_path, 0, 1)
+        given_to(job, tmp_path, 0, 1)
         job.send_signal(number)  # which Slurm gives to the batch script alone
         job.send_signal(number)
     output = job.communicate(timeout=PATIENCE)[0]
@@ -118,7 +111,7 @@ def test_a_job_that_is_stopped_and_saves_goes_back_into_the_queue_and_no_other(
 def test_ranks_of_two_nodes_know_their_local_rank(slurm, tmp_path):
     job = slurm(4, tmp_path / "program.py", "done", SLURM_NNODES="2", SLURM_CPUS_PER_TASK="8")
     assert job.wait(PATIENCE) == 0, job.stdout.read()
-    ranks, port = given_to(tmp_path, *range(4)), str(20_000 + int(slurm.job) % 20_000)
+    ranks, port = given_to(job, tmp_path, *range(4)), str(20_000 + int(slurm.job) % 20_000)
     assert [(rank["LOCAL_RANK"], rank["LOCAL_WORLD_SIZE"], rank["WORLD_SIZE"]) for rank in ranks] == [
         ("0", "2", "4"), ("1", "2", "4"), ("0", "2", "4"), ("1", "2", "4")]
     assert {(rank["SRUN_CPUS_PER_TASK"], rank["MASTER_ADDR"], rank["MASTER_PORT"])
@@ -129,5 +122,5 @@ def test_a_task_of_an_array_gets_its_part_and_one_task_is_no_world(slurm, tmp_pa
     job = slurm(1, tmp_path / "program.py", "done", SLURM_ARRAY_TASK_ID="5", SLURM_ARRAY_TASK_MIN="4",
                 SLURM_ARRAY_TASK_COUNT="3")
     assert job.wait(PATIENCE) == 0, job.stdout.read()
-    [given] = given_to(tmp_path, "none")
+    [given] = given_to(job, tmp_path, "none")
     assert given["given"] == ["done", "part=2/3"] and given["WORLD_SIZE"] is None

@@ -6,7 +6,7 @@ needs a driver is the backward pass alone: in its place every parameter gets an 
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dit import DiT
 from edm import EDM
@@ -65,27 +65,14 @@ def take_step(block="dit", loss="edm", selection="random", num_parts=1, make_opt
     return [*taken, *model.parameters(), *ema.parameters(), *moments, sums.values]
 
 
-@pytest.mark.parametrize("block", ["dit", "lightning", "mamba", "rwkv"])
-def test_a_step_has_no_tensor_on_another_device_and_waits_for_none(block, fresh_accelerator):
-    for loss, selection, num_parts in (("edm", "l1", 2), ("version1", "random", 2), ("alignment", "random", 1),
-                                       ("rf", "random", 1)):
-        fresh_accelerator(reset_partial_state=True)
-        tensors = take_step(block, loss, selection, num_parts)
-        assert {tensor.device.type for tensor in tensors} == {"cuda"}
+@pytest.mark.parametrize(("block", "loss", "selection", "num_parts"), [
+    ("dit", "edm", "l1", 2), ("dit", "version1", "random", 2), ("dit", "alignment", "random", 1),
+    ("lightning", "rf", "random", 1), ("mamba", "edm", "random", 2), ("rwkv", "rf", "l1", 1),
+])
+def test_a_step_has_no_tensor_on_another_device_and_waits_for_none(block, loss, selection, num_parts,
+                                                                   fresh_accelerator):
+    assert {tensor.device.type for tensor in take_step(block, loss, selection, num_parts)} == {"cuda"}
 
 
 def test_no_step_by_muon_waits_not_even_the_first(fresh_accelerator):
     assert {tensor.device.type for tensor in take_step(make_optimizer=muon)} == {"cuda"}
-
-
-def test_a_step_with_a_tensor_on_the_cpu_fails(monkeypatch, fresh_accelerator):
-    monkeypatch.setattr(torch, "randn_like", lambda x: torch.randn(x.shape))
-    with pytest.raises(RuntimeError, match="two (different )?devices,? cuda:0(,| and) cpu"):
-        take_step()
-
-
-def test_a_step_that_waits_for_the_gpu_fails(monkeypatch, fresh_accelerator):
-    norm = torch.nn.utils.get_total_norm
-    monkeypatch.setattr(torch.nn.utils, "get_total_norm", lambda gradients: norm(gradients).item())
-    with pytest.raises(DataDependentOutputException):
-        take_step()
