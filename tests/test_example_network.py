@@ -22,7 +22,7 @@ def trained():
     return load_trained(EXAMPLE)
 
 
-def sampled(trained, name, guidance=None):
+def sampled(trained, name, guidance):
     """Samples eight images of a class in 12 steps; returns (8, 32, 32, 3) in 0..255."""
     decode = load_decoder(trained.autoencoder, (3, 32, 32), trained.convention).decode
     batches = generate(one_rank(), trained.net, trained.diffusion, decode, list(range(8)),
@@ -47,17 +47,11 @@ def test_guided_smileys_are_yellow_and_flags_are_wide(trained):
     assert is_white[:, :4].mean() > 0.9 and is_white[:, 12:20].mean() < 0.5
 
 
-def test_tread_guidance_by_the_networks_own_route_moves_the_images(trained):
-    plain, guided = (sampled(trained, "flags", guidance)
-                     for guidance in (None, Guidance(1.5, gamma1=0.5, gamma2=0.9, drop_label=False)))
-    assert 2 < np.abs(plain - guided).mean() < 100
-
-
 def test_the_commands_of_its_page_sample_and_score_it(tmp_path):
-    np.savez(tmp_path / "real.npz", np.random.default_rng(0).integers(0, 256, (24, 32, 32, 3), np.uint8))
-    how = [f"checkpoint={EXAMPLE}", "guidance=tread", "scale=2.5", "num_steps=3", "cpu=true"]
+    np.savez(tmp_path / "real.npz", np.random.default_rng(0).integers(0, 256, (8, 32, 32, 3), np.uint8))
+    how = [f"checkpoint={EXAMPLE}", "guidance=tread", "scale=2.5", "num_steps=2", "cpu=true"]
     run_command(sample.main, "sample.py", *how, "seeds=0-7", "classes=[flags]", f"out={tmp_path}/flags.png")
-    run_command(fid.main, "fid.py", *how, f"reference={tmp_path}/real.npz", "features=pixels", "num_samples=24",
+    run_command(fid.main, "fid.py", *how, f"reference={tmp_path}/real.npz", "features=pixels", "num_samples=8",
                 f"results={tmp_path}/results.jsonl")
     row = json.loads((tmp_path / "results.jsonl").read_text())
-    assert (tmp_path / "flags.png").is_file() and row["images"] == 24 and row["metrics"]["fd_pixels"] > 0
+    assert (tmp_path / "flags.png").is_file() and row["images"] == 8 and row["metrics"]["fd_pixels"] > 0

@@ -60,9 +60,8 @@ def test_a_truncated_newest_checkpoint_is_named_and_the_run_resumes_from_the_pre
     trained(run, shapes, "steps=8")
     broken = run / "checkpoints/step-00000008/training.safetensors"
     broken.write_bytes(broken.read_bytes()[:-100])
-    result = train(run, shapes)
-    assert result.returncode == 0 and "step-00000008 is damaged" in result.stderr
-    assert "resuming step-00000004" in result.stdout
+    with pytest.warns(UserWarning, match="step-00000008 is damaged"):
+        assert "resuming step-00000004" in trained(run, shapes)
     assert_same_end(run, reference)
 
 

@@ -13,24 +13,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from conftest import change_record, run_command
+from training_runs import trained
 
 import fid
 import train
 from dit import DiT
-from edm import EDM
 from latents.folder import open_latents
-from latents.loader import batches, to_latent
-from objectives import DiffusionLoss
-from rf import RF
-from routing_module import Route
 from runtime.command import commit
 from runtime.schema import read
 from scripts import comparison, curves, study
 from scripts.benchmark import write_latents
-from train import step_seed, train_step
 
 TINY = ["experiment=quickstart", "batch_size=8", "model.hidden_size=32", "model.num_heads=2", "model.depth=6",
         "steps=4", "samples.every=0", "log.every=2", "log.trackers=[]", "checkpoint.every=2", "evaluate.every=2",
@@ -273,13 +267,12 @@ def test_only_scores_that_differ_in_seed_time_and_score_alone_are_compared(one, 
 
 def test_a_variant_with_more_scores_does_not_win_by_them():
     """Weights ema and ema-0.99 at 2 sampler steps, and of a alone at 6: the last row must not stand for the others."""
-    def runs(variant: str, shift: float) -> list[dict]:
-        few = [of(variant, seed, (8, 10 + shift), **{"source.weights": name, "source.num_steps": 2})
-               for seed in range(3) for name in ("ema", "ema-0.99")]
-        return [{**run, "scores": [score for each in few if each["seed"] == run["seed"] for score in each["scores"]]}
-                for run in few[::2]]
+    def runs(variant: str, value: float) -> list[dict]:
+        scores = [score for name in ("ema", "ema-0.99") for score in of(variant, 0, (8, value), **{
+            "source.weights": name, "source.num_steps": 2})["scores"]]
+        return [of(variant, seed) | {"scores": [*scores]} for seed in range(3)]
 
-    a, b = runs("a", 0.01), runs("b", 0.0)
+    a, b = runs("a", 10.01), runs("b", 10.0)
     for run in a:
         run["scores"] += [score | {"source.num_steps": 6, "value": 1.0} for score in run["scores"]]
     result = result_of(*a, *b)
@@ -379,27 +372,18 @@ def test_the_loss_on_latents_without_class_names_goes_by_their_numbers(tmp_path)
     assert held_out.read(latents, 8, held_out.names_of(latents))[1].tolist() == latents.labels.tolist()
 
 
-@pytest.mark.parametrize("diffusion", [EDM(), RF()])
-def test_dense_and_routed_runs_of_a_seed_see_the_same_images_noise_and_labels(fresh_accelerator, tmp_path, diffusion):
-    write_latents(tmp_path, 64, (4, 8, 8), 4)
-    latents, seen = open_latents(tmp_path), {}
-    for name, routes in (("dit", []), ("tread", [Route(1, 2, 0.5)])):
-        torch.manual_seed(0)
-        model = DiT(input_size=8, patch_size=2, in_channels=4, hidden_size=32, depth=4, num_heads=2, num_classes=4,
-                    routes=routes)
-        accelerator = Accelerator(cpu=True)
-        objective = DiffusionLoss(model, diffusion)
-        called, optimizer = accelerator.prepare(objective, torch.optim.AdamW(model.parameters(), fused=True))
-        seen[name] = [model.state_dict()["x_embedder.proj.weight"].clone()]
-        model.register_forward_pre_hook(lambda _, inputs, name=name: seen[name].extend(inputs))
-        loader = batches(latents, 16, seed=7)
-        for step in range(5):  # into the second epoch
-            torch.manual_seed(step_seed(7, step, 0))
-            stored, y, _ = next(loader)
-            x = to_latent(stored, latents.kind)  # moments: a draw, too
-            seen[name] += [stored, x, y]
-            train_step(accelerator, called, objective, optimizer, x, y, {}, label_dropout=0.5, clip_norm=None,
-                       num_parts=1)
-        loader.close()
-    assert len(seen["dit"]) == 1 + 5 * 6 and (seen["dit"][6] == 4).any()  # some labels are dropped
-    assert all(torch.equal(one, other) for one, other in zip(seen["dit"], seen["tread"], strict=True))
+@pytest.mark.parametrize("diffusion", ["edm", "rf"])
+def test_dense_and_routed_runs_of_a_seed_see_the_same_images_noise_and_labels(shapes, tmp_path, monkeypatch, diffusion):
+    seen, forward = [], DiT.forward
+
+    def watched(net, x, t, y, *arguments, **options):
+        seen[-1] += [x, t, y] if seen[-1] else [net.x_embedder.proj.weight.detach().clone(), x, t, y]
+        return forward(net, x, t, y, *arguments, **options)
+
+    monkeypatch.setattr(DiT, "forward", watched)
+    for model in ("dit", "tread"):
+        seen.append([])
+        trained(tmp_path / model, shapes, f"model={model}", f"diffusion={diffusion}", "batch_size=100", "steps=5",
+                "label_dropout=0.5")        # into the second epoch
+    assert len(seen[0]) == 1 + 5 * 3 and (seen[0][3] == 6).any()  # some labels are dropped
+    assert all(torch.equal(one, other) for one, other in zip(*seen, strict=True))
