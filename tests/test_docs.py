@@ -1,6 +1,5 @@
 """What the pages promise: links lead somewhere, commands parse, the Python lines run."""
 
-import importlib
 import json
 import os
 import pkgutil
@@ -10,12 +9,10 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
-from typing import get_type_hints
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, command_of
 
-import sample
 from runtime.command import compose, jobs_of
 from runtime.schema import read
 
@@ -60,8 +57,8 @@ def composed(line):
     script = next(word for word in words if word.endswith(".py"))
     if script in PLAIN_ARGUMENTS:
         return None
-    entry = sample.compare_guided if script == "rf.py" else importlib.import_module(script[:-3].replace("/", ".")).main
-    config, declared = {"train.py": "config"}.get(script, Path(script).stem), get_type_hints(entry)["cfg"]
+    config = {"train.py": "config"}.get(script, Path(script).stem)
+    declared = command_of(config)[1]
     given = words[words.index(script) + 1 :]
     given = [word for word in given[: given.index("|") if "|" in given else None] if word != "x"]
     jobs = jobs_of([word for word in given if word != "--multirun"]) if "--multirun" in given else [given]
