@@ -6,7 +6,9 @@ REPORTS are situations from public reports: the source, the situation, and what 
 import json
 import shutil
 import zipfile
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import forked
 import numpy as np
@@ -18,15 +20,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from test_prepare_latents import prepare
+from torch.utils._python_dispatch import TorchDispatchMode
 from training_runs import write_run
 
 import fid
+from autoencoder import Identity
+from edm import EDM
+from guidance import Guidance
 from latents.images import ShapeSource
 from runtime import files
 from scoring import image_sets, metrics, score
-from scoring.features import EXTRACTORS, load_extractor
+from scoring.features import EXTRACTORS, extract, load_extractor
 from scoring.score import FeatureStats, available_metrics, open_reference
 from weights import checkpoint as checkpoints
+from weights.records import build_network
 
 
 def normal(*shape, seed=0):
@@ -204,6 +211,38 @@ def inception_like():
 
     return replace(load_extractor(one_rank(), "pixels"), name="adm", space="inception-2015", distance="fid",
                    compute=compute, sizes={"pool": 16, "spatial": 24, "probs": 5})
+
+
+class Waits(TorchDispatchMode):
+    """Counts what would wait for a device, for which `meta` stands: reading a value, and a synchronous copy."""
+
+    def __init__(self):
+        super().__init__()
+        self.values = self.copies = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            self.values += 1
+            return True
+        if function is torch.ops.aten._to_copy.default and kwargs.get("device", args[0].device) != args[0].device:
+            self.copies += not kwargs.get("non_blocking", False)
+        return function(*args, **kwargs)
+
+
+def test_a_batch_of_sampled_images_waits_for_the_device_once_and_looks_at_the_last_ones_features(monkeypatch):
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
+    with torch.device("meta"):
+        net = build_network(dict(input_size=16, patch_size=8, in_channels=3, hidden_size=8, depth=1, num_heads=2,
+                                 num_classes=3))
+    adm, decode = inception_like(), partial(Identity("meta").decode, strict=True)
+    stats = FeatureStats(adm, 12, "meta", keep_pool=12)
+    images = image_sets.sampled_images(one_rank(), net, EDM(), decode, list(range(12)), [0] * 12, batch_size=4,
+                                       num_steps=3, guidance=Guidance(2), sampler={"S_churn": 1})
+    with Waits() as waits:
+        for indices, features in extract(adm, images.batches):
+            stats.add(indices, features)
+    assert (waits.values, waits.copies) == (3 + 3, 0) and stats.moments["pool"].count == 12
 
 
 # ---- references

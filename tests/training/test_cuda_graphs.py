@@ -1,6 +1,7 @@
 """Recorded steps train as plain ones do. A CPU has no CUDA graphs: a stand-in repeats the operations that it saw."""
 
 import contextlib
+import copy
 import weakref
 from functools import partial
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from edm import EDM
 from objectives import DiffusionLoss, build_objective
 from rf import RF
 from routing_module import Route, RouteSchedule
-from train import train_step
+from train import train_step, trained_weights, update_ema
 from training import cuda_graphs, speed
 from training.cuda_graphs import Recorded, record_passes
 from training.optimizers import update_weights
@@ -47,7 +48,7 @@ class Counting(DiffusionLoss):
 class Graph:
     """Repeats on the same memory what it saw, as a CUDA graph does, and undoes what was written at first."""
 
-    recording = None
+    recording, replaying = None, False
 
     def __init__(self):
         self.seen, self.before = [], []
@@ -66,10 +67,12 @@ class Graph:
 
     @torch.no_grad()
     def replay(self):
+        Graph.replaying = True
         for function, args, kwargs, out in self.seen:
             for before, now in zip(tree_leaves(out), tree_leaves(function(*args, **kwargs)), strict=True):
                 if isinstance(now, torch.Tensor) and now.data_ptr() != before.data_ptr():
                     before.copy_(now)
+        Graph.replaying = False
 
 
 class Stream(TorchDispatchMode):
@@ -96,7 +99,7 @@ def capture(graph, *_, **__):
 
 def stand_in(patch):
     """Makes torch's CUDA graphs the stand-in; returns weak references to those that are made."""
-    Graph.recording = None
+    Graph.recording, Graph.replaying = None, False
     made, stream, fork_rng = [], SimpleNamespace(wait_stream=lambda other: None), torch.random.fork_rng
 
     def make():
@@ -235,6 +238,37 @@ def test_an_objective_holds_nothing_of_what_was_recorded(monkeypatch, recordings
     recorded = {id(tensor) for graph in graphs for *_, out in graph.seen for tensor in tree_leaves(out)}
     kept = tree_leaves([vars(module) for module in objective.modules()])
     assert recorded and not [value for value in kept if isinstance(value, torch.Tensor) and id(value) in recorded]
+
+
+class Host(TorchDispatchMode):
+    """Counts the operations that the host starts, but for those that only make another view of a gradient."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += not Graph.replaying and function is not torch.ops.aten.detach.default
+        return function(*args, **kwargs or {})
+
+
+def test_a_recorded_step_and_its_average_cost_the_host_a_few_operations_whatever_the_depth(
+        monkeypatch, recordings, fresh_accelerator):
+    counts, accelerator = [], Accelerator(cpu=True)
+    for depth in (2, 5):
+        net = DiT(**TINY | {"depth": depth})
+        ema, objective = copy.deepcopy(net), DiffusionLoss(net, EDM())
+        called = Recorded(objective, copies=False)
+        optimizer = accelerator.prepare(torch.optim.AdamW(net.parameters(), fused=True))
+        update = partial(update_weights, replay=cuda_graphs.RecordedUpdate(optimizer))
+        average, weights = trained_weights(ema), trained_weights(net)
+        with monkeypatch.context() as patch:
+            for _ in range(4):
+                with Host() as host:
+                    train_step(accelerator, called, objective, optimizer, torch.randn(2, 4, 8, 8), torch.arange(2), {},
+                               label_dropout=0.1, clip_norm=1.0, num_parts=1, update=update)
+                    update_ema(average, weights, 0.9)
+                patch.setattr(torch.nn.Module, "parameters", lambda self: pytest.fail("a step walks over modules"))
+        counts.append(host.count)
+    assert counts[0] == counts[1] < 40, counts
 
 
 def test_gradients_of_several_parts_are_copies_as_a_replay_overwrites_its_own(recordings, fresh_accelerator):
