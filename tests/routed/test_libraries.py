@@ -1,0 +1,139 @@
+"""Each network of diffusers, timm and transformers that `routed` knows is exact, also where it is checkpointed."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from library_networks import NETWORKS, TEXT, example, family
+from oracle import BATCH, THREE, Case, N, assert_close, assert_exact, gradients, is_routed, refused
+from small_networks import CODES
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from routed import Route, Router, families, routed
+
+
+def noise_for(case: Case, routes: int = 1, seed: int = 3) -> torch.Tensor:
+    return torch.rand(BATCH, routes, case.n, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_kept_tokens_come_out_as_if_the_network_had_only_them(name):
+    case, noise = family(name), noise_for(family(name), 3)
+    ids, grads = assert_exact(case, mask_noise=noise)
+    assert len(grads) > 20 and not is_routed(case.model)
+    for r, route in enumerate(THREE):
+        assert torch.equal(ids[r], Router().get_mask(torch.empty(BATCH, case.n, 1), route.selection_ratio, noise[:, r]))
+
+
+def matmuls(context, operation, *args, **kwargs):
+    saved = operation in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+SELECTIVE = dict(context_fn=partial(create_selective_checkpoint_contexts, matmuls))
+
+
+def in_training(name: str, checkpointed: bool, **how) -> Case:
+    """A network with dropout, which makes any slip of the generator visible."""
+    case = example(name)
+    for module in case.model.train().modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.1
+    if checkpointed:
+        ours = partial(checkpoint, use_reentrant=False, **how)      # HunyuanImage needs it
+        ways = {"enable_gradient_checkpointing": [ours], "set_grad_checkpointing": [],
+                "activation_checkpointing_enable": []}
+        [way] = [way for way in ways if hasattr(case.model, way)]
+        getattr(case.model, way)(*ways[way])
+    torch.manual_seed(5)
+    return case
+
+
+@pytest.mark.parametrize(("name", "how"), [
+    # diffusers 0.42.1 hands Chroma's mask to no block that is checkpointed
+    *((name, {}) for name in NETWORKS if name != "ChromaTransformer2DModel, masked"),
+    *((name, SELECTIVE) for name in ("FluxTransformer2DModel", "FluxTransformer2DModel, Kontext",
+                                     "WanTransformer3DModel"))])
+def test_gradient_checkpointing_uses_the_masks_of_its_own_pass(name, how):
+    """Two passes wait for one backward outside the `with` block; selective ones are recomputed once."""
+    def trained(checkpointed):
+        case = in_training(name, checkpointed, **how)
+        with routed(case.model, THREE):
+            out = case.call()
+            loss = out.square().mean() + (0 if how else 2 * case.call().mean())
+        loss.backward()
+        assert not is_routed(case.model)
+        return out.detach(), gradients(case.model)
+
+    (plain, expected), (out, grads) = trained(False), trained(True)
+    assert torch.equal(out, plain)
+    assert_close(grads, expected)
+
+
+@pytest.mark.parametrize("name", ["SD3Transformer2DModel", "Flux2Transformer2DModel", "WanTransformer3DModel"])
+def test_autocast_routes_and_keeps_gradients_finite(name):
+    case = family(name)
+    with torch.autocast("cpu", torch.bfloat16), routed(case.model, THREE) as routing:
+        out = case.call()
+    out.float().mean().backward()
+    assert out.isfinite().all() and all(grad.isfinite().all() for grad in gradients(case.model).values())
+    assert routing.ids_keep[1].shape == (BATCH, 8)
+
+
+def features(model, x):
+    return model.forward_features(x)
+
+
+def intermediates(model, x):
+    return model.forward_intermediates(x, output_fmt="NLC")[0]
+
+
+def layers(model, x):
+    [(tokens, first)] = model.get_intermediate_layers(x, n=1, return_prefix_tokens=True, norm=True)
+    return torch.cat([first, tokens], dim=1)
+
+
+def by_its_part(model, x):
+    return model.layernorm(model.encoder(model.embeddings(x)).last_hidden_state)
+
+
+@pytest.mark.parametrize(("name", "way"), [
+    *((name, way) for name in NETWORKS if name.startswith("VisionT") for way in (features, intermediates, layers)),
+    *((name, way) for name in NETWORKS if name.startswith("Eva") for way in (features, intermediates)),
+    *((name, by_its_part) for name in NETWORKS if name.startswith("Dinov2"))])
+def test_class_and_register_tokens_are_kept_by_every_entry_to_an_encoder(name, way):
+    case = family(name)
+    with torch.no_grad(), routed(case.model, [Route(0, -1, 0.75)], mask_noise=noise_for(case)) as routing:
+        expected, ids = case.call(), routing.ids_keep[0]
+        assert torch.equal(way(case.model, *case.inputs.values()), expected) and ids.shape == (BATCH, N // 4)
+
+
+@pytest.mark.parametrize(("name", "says", "inputs"), [
+    ("FluxTransformer2DModel", "controlnet_block_samples", dict(controlnet_block_samples=[torch.zeros(BATCH, N, 16)])),
+    ("SD3Transformer2DModel", "block_controlnet_hidden_states",
+     dict(block_controlnet_hidden_states=[torch.zeros(BATCH, N, 16)])),
+    ("FluxTransformer2DModel", "holds ['attention_mask']",
+     dict(joint_attention_kwargs=dict(attention_mask=torch.ones(BATCH, 1, 1, N + TEXT) > 0))),
+    ("SD3Transformer2DModel", "After block 0 came block 2", dict(skip_layers=[1])),
+    ("VisionTransformer", "write along={'attn_mask': pairs}", dict(attn_mask=torch.ones(N + 1, N + 1))),
+    ("LTX2VideoTransformer3DModel", "write along={'self_attention_mask': pairs}",
+     dict(video_self_attention_mask=torch.ones(BATCH, N, N))),
+    ("CogView4Transformer2DModel", "holds ['batch_flag']", dict(attention_kwargs=dict(batch_flag=torch.arange(BATCH)))),
+    ("ZImageTransformer2DModel", "several sizes", dict(x=[torch.zeros(4, 1, 8, 8 + 8 * b) for b in range(BATCH)])),
+    ("ZImageTransformer2DModel", "several images per sample", dict(x=[[torch.zeros(4, 1, 8, 16)]] * BATCH)),
+])
+def test_what_a_known_network_may_not_be_given_on_a_route_is_refused(name, says, inputs):
+    case = family(name)
+    assert says in refused(case.model, THREE, lambda: case.call(**inputs))
+
+
+def test_each_known_network_is_tested_and_on_the_page():
+    names = [name.rpartition(".")[2] for name in families.FAMILIES]
+    assert set(names) == {name.partition(",")[0] for name in NETWORKS} | {"DiT"}
+    alike = {"DiT": "SiT", "PixArt": "PixArtMS"}
+    assert {alike.get(name, name) for name in families.CODES} == {name.partition(",")[0] for name in CODES}
+    page = (Path(__file__).resolve().parents[2] / "docs" / "trainers.md").read_text()
+    for name in (*names, *families.CODES):
+        assert f"`{name}`" in page

@@ -1,0 +1,136 @@
+"""What a trial of a block sees, costs, and leaves as it was."""
+
+import random
+import threading
+import warnings
+
+import pytest
+import torch
+from oracle import BATCH, N, refused
+from small_networks import TABLE, Attention, D, X, made
+from test_situations import attention, rotary
+from torch import nn
+
+from routed import Route, by_place, routed
+
+MIDDLE, HALF = [Route(1, 2, 0.5)], [Route(0, -1, 0.5)]
+
+
+def test_a_block_is_tried_for_one_sample_and_for_several_and_in_training_and_evaluation():
+    in_training = made(lambda self, x: rotary(self, x) if self.training else self.attend(x)).model
+    for_several = made(lambda self, x: rotary(self, x) if len(x) > 2 else self.attend(x)).model
+    for net, x in (in_training.eval(), X), (for_several, X[:1]):
+        with routed(net, MIDDLE, blocks="blocks"):
+            net(x=x)
+        assert "depends on where" in refused(net.train(), MIDDLE, lambda net=net: net(x=X), blocks="blocks")
+        with routed(net, MIDDLE, blocks="blocks", probe=False):
+            net(x=X)
+
+
+def test_after_three_passes_without_a_verdict_a_warning_is_raised_once_and_trials_stop():
+    seen = []
+    net = made(lambda self, x: seen.append(1) or x + self.out(x) * 1e-12).model
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for _ in range(5):
+            with routed(net, HALF, blocks="blocks"):
+                net(x=X)
+            seen.append(0)
+    assert [str(w.message).count("could not be tried in 3 passes (it adds nothing yet)") for w in warned] == [1]
+    assert seen[-5:] == [1, 1, 1, 1, 0]
+
+
+def test_a_block_that_fails_only_in_its_trial_is_not_refused():
+    """As one whose weights come from elsewhere when it is called."""
+    def block(self, x):
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("no weights")
+        return self.attend(x)
+
+    net = made(block).model
+    with routed(net, MIDDLE, blocks="blocks") as routing:
+        net(x=X)
+    assert routing.trials == [] and routing.ids_keep[0].shape == (BATCH, N // 2)
+
+
+class Cache:
+    def __init__(self):
+        self.rows = [None]
+
+    def update(self, x):
+        self.rows[0] = x if self.rows[0] is None else torch.cat([self.rows[0], x], dim=1)
+        return self.rows[0]
+
+
+@pytest.mark.parametrize("block", [
+    lambda self, x, log, cache: log.append(x.square().mean()) or self.attend(x),
+    lambda self, x, log, cache: self.attend(x) + cache.update(x).mean(),
+    lambda self, x, log, cache: self.attend(x) + random.random() + torch.rand(())])
+def test_a_trial_leaves_lists_caches_and_random_states_as_they_were(block):
+    def result(probe):
+        log, caches = [], [Cache() for _ in range(4)]
+        net = made(block, lambda part, x: part(x, log, caches[part.number])).model
+        random.seed(0)
+        with routed(net, MIDDLE, blocks="blocks", probe=probe, mask_noise=torch.rand(BATCH, 1, N)):
+            out = net(x=X)
+        return out, len(log), [len(cache.rows[0][0]) if cache.rows[0] is not None else 0 for cache in caches], \
+            random.random(), torch.rand(())
+
+    (out, *others), (expected, *rest) = result(True), result(False)
+    assert torch.equal(out, expected) and str(others) == str(rest)
+
+
+class Recorded(nn.Module):
+    """Attention with everything that a forward may leave behind, which counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.attend, self.norm, self.drop = Attention(), nn.BatchNorm1d(D), nn.Dropout(0.5)
+        self.register_buffer("cache", torch.zeros(BATCH, N, D))
+        self.seen, self.calls, self.log = torch.zeros(N), 0, []
+
+    def forward(self, x):
+        self.calls += 1
+        self.log.append(tuple(x.shape))
+        self.cache[:, :x.shape[1]] = x.detach()
+        self.seen[0] += 1
+        return self.drop(self.attend(self.norm(x.mT).mT)) + torch.rand(()) * 0 + x
+
+
+def test_a_trial_leaves_the_network_and_the_random_numbers_as_they_were_and_happens_once():
+    def trained(**options):
+        net = made(attention, make=lambda parts: nn.ModuleList(Recorded() for _ in range(3))).model
+        torch.manual_seed(1)
+        with routed(net.train(), MIDDLE, blocks="blocks", **options):
+            for _ in range(2):
+                net(x=X).square().mean().backward()
+        states = [(part.calls, part.seen, *part.log[::-1][:2], *part.state_dict().values()) for part in net.blocks]
+        return net, states, [p.grad for p in net.parameters()], torch.get_rng_state()
+
+    net, tried, grads, state = trained()
+    _, expected, others, other_state = trained(probe=False)
+    assert str(tried) == str(expected) and torch.equal(state, other_state)
+    assert str(grads) == str(others) and all(part.training for part in net.modules())
+    assert [len(part.log) for part in net.blocks] == [2, 2 + 2, 2]      # two forwards of the first alike, and no more
+    with routed(net, MIDDLE, blocks="blocks"):
+        net(x=X)
+    assert [len(part.log) for part in net.blocks] == [3, 5, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_trial_runs_in_float32_at_least(dtype):
+    net = made(attention).model.to(dtype)
+    with torch.no_grad(), routed(net, HALF, blocks="blocks") as routing:
+        net(x=X.to(dtype))
+    [row] = routing.trials
+    assert row.dtype == torch.float32 and row.deviation < 1e-5 < row.tolerance < 2e-3
+
+
+def test_a_description_that_is_made_anew_in_each_step_is_tried_once():
+    seen = []
+    net = made(lambda self, x, rope: seen.append(self.number) or self.attend(x, rope),
+               lambda part, x: part(x, lambda q: q * TABLE)).model
+    for _ in range(3):
+        with routed(net, HALF, blocks="blocks", along={"rope": by_place(2)}):
+            net(x=X)
+    assert len(seen) == 3 * 4 + 2      # two forwards of the first block, which the others are like
