@@ -386,6 +386,9 @@ def test_a_public_code_is_routed_exactly_and_with_its_own_checkpoints(name):
     assert len(grads) > 20
     print(f"{name} ({commit(name)}): trials {max(row.deviation for row in routing.trials):.1e}")
 
+    if not name.startswith(("musubi-tuner", "sd-scripts", "Wan")):     # the others train on a GPU alone
+        return
+
     def trained():
         found.model.train()
         torch.manual_seed(5)
@@ -393,9 +396,10 @@ def test_a_public_code_is_routed_exactly_and_with_its_own_checkpoints(name):
             found.call().square().mean().backward()
         return gradients(found.model)
 
-    plain, network = trained(), found.model.network
-    if hasattr(network, "enable_gradient_checkpointing"):
-        network.enable_gradient_checkpointing()
-    for block in () if hasattr(network, "enable_gradient_checkpointing") else found.blocks:
-        block.forward = partial(checkpoint, type(block).forward.__get__(block), use_reentrant=False)
+    plain = trained()
+    if name.startswith("Wan"):              # whose blocks are checkpointed from outside
+        for block in found.blocks:
+            block.forward = partial(checkpoint, type(block).forward.__get__(block), use_reentrant=False)
+    else:
+        found.model.network.enable_gradient_checkpointing()
     assert_close(trained(), plain)
