@@ -191,7 +191,7 @@ EXACT = {       # network, and its description
     "tokens changed at the end": (made(attention, forward=changed_behind, inputs=dict(x=X.clone().requires_grad_())),
                                   {}),
     "two streams": (min_rf(), dict(blocks=None, routes=THREE, family=Family((
-        Blocks("double_layers", tokens="x", text="c", out=1), Blocks("single_layers", joined=True))))),
+        Blocks("double_layers", tokens="x", text="c", out=1), Blocks("single_layers"))))),
 }
 
 
@@ -276,7 +276,7 @@ REFUSED = {     # network, its description, and what the error says
         "a nested tensor .set enable_nested_tensor=False"),
     **{f"two streams where none is named, {path}": (case, dict(blocks=path, along=along), "returns 2 streams|must be")
        for case, path, along in ((min_rf(), "double_layers", {}), (sd35(), "joint_blocks", {}),
-                                 (qwen(), "transformer_blocks", {"image_rotary_emb.0": 0}))},
+                                 (qwen(), "transformer_blocks", {"image_rotary_emb": (0, None)}))},
     # what a network does between its blocks, and their order
     **{f"a residual outside, blocks {start} to {end}": (
         made(lambda self, x: self.attend(x) - x, lambda part, x: x + part(x)), dict(routes=[Route(start, end, 0.5)]),
