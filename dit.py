@@ -118,8 +118,8 @@ class DiT(nn.Module):
             raise ValueError(f"The latent's side {input_size} is not a multiple of the patch size {patch_size}: "
                              f"choose a backbone_type with another patch size, or another resolution.")
         if hidden_size % num_heads or hidden_size % 4:
-            raise ValueError(f"hidden_size {hidden_size} must be a multiple of num_heads {num_heads} and of 4 "
-                             f"(sines and cosines of two axes).")
+            raise ValueError(f"hidden_size {hidden_size} must be a multiple of num_heads {num_heads} and of 4 (sines "
+                             f"and cosines of two axes): change model.hidden_size= or model.num_heads=.")
         if block not in BLOCKS:
             raise ValueError(f"block is {block!r}; it must be one of {', '.join(BLOCKS)}.")
         self.input_size, self.patch_size, self.in_channels = input_size, patch_size, in_channels

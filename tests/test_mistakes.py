@@ -54,7 +54,8 @@ TYPED = {
         # where it starts, and what it writes
         ("run_dir=.", "current folder"), ("run_dir=images.npz/run", "images.npz"), ("init_from=nowhere", "nowhere"),
         ("init_from=flow", "diffusion"), ("init_from=run", "model.depth=8", "{'depth': 7} there, {'depth': 8} here"),
-        ("init_from=weights.pt", "diffusion_name="), ("run_dir=runs", "folder of all runs"),
+        ("init_from=weights.pt", "diffusion_name="), ("init_from=weights.pt", "diffusion_name=dit", "not DDPM"),
+        ("run_dir=runs", "folder of all runs"),
         ("run_dir=latents", "data folder"), ("run_dir=taught/run", "taught"), ("run_dir=run/again", "lies in the run"),
         ("init_from=run", "diffusion_name=sit", "step-00000004 has one: leave it out"),
         ("diffusion_name=sit", "init_from="), ("new_label_table=true", "init_from"),

@@ -151,6 +151,8 @@ def open_parent(
         old, new = differing(there, here)
         remedy = ("new_label_table=true initialises the table of labels again, to fine-tune on other classes."
                   if old.keys() <= {"num_classes", "null_label"} else
+                  "DiT's published weights are for sampling: train.py trains under EDM or flow matching, not DDPM."
+                  if old.get("diffusion.name") == "ddpm" else
                   "Set model.backbone_type, model, objective, diffusion and data to what it was trained with.")
         raise ValueError(f"init_from={path} has another network or diffusion: {old} there, {new} here. {remedy}")
     return parent

@@ -64,7 +64,7 @@ def find_in_folder(folder: Path) -> Path | None:
     candidates = sorted(file for file in place.glob("*") if file.suffix in SUFFIXES)
     if len(candidates) > 1:
         raise ValueError(f"{place} holds several weights files: name one of {', '.join(map(str, candidates))}, or join "
-                         f"them if they are shards of one network.")
+                         f"shards of one network (docs/interop.md, Shards).")
     return candidates[0] if candidates else None
 
 

@@ -240,10 +240,10 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     "parquet": ({"data/train-00000-of-00001.parquet": shard(3, 1, 2)}, "data", {}, "1 2 0"),
     "partial-train and partial-test": (
         {"x/partial-train/0000.parquet": shard(0), "x/partial-test/0000.parquet": shard(1)}, "x", {},
-        ["holds 2 sets of parquet files, partial-test/*.parquet, partial-train/*.parquet: choose one, as in \"sou"]),
+        ["holds 2 sets of parquet files: choose one of \"source='", "/partial-test/*.parquet'\", \"source='"]),
     "train-part0 and test-part0": (
         {"train-part0.parquet": shard(0), "train-part1.parquet": shard(1), "test-part0.parquet": shard(2)},
-        "*.parquet", {}, ["2 sets of parquet files, test-part*.parquet, train-part*.parquet", "/train-part*.par"]),
+        "*.parquet", {}, ["/test-part*.parquet'\"", "/train-part*.parquet'\""]),
     "the hub's older names": (
         {f"x/train-0000{i}-of-00002-{i}b1c2d3e4f5a6b7c.parquet": shard(i) for i in range(2)}, "x", {}, "0 1"),
     "one split of them": (
