@@ -307,7 +307,8 @@ CODES = {       # original code, recognised by the class and by what `fits`
     "MMDiT": (Family((Blocks("double_layers", tokens="x", text="c", out=1), Blocks("single_layers"))),
               Family((Blocks("joint_blocks", tokens=1, text=0, out=1),))),
     "MMDiTX": (Family((Blocks("joint_blocks", tokens=1, text=0, out=1),)),),
-    "DinoVisionTransformer": (Family((Blocks("blocks", {"rope_or_rope_list": 0}),), front=in_front),),
+    "DinoVisionTransformer": (Family((Blocks("blocks", {"rope_or_rope_list": 0}),), front=in_front),     # DINOv3
+                              Family((Blocks("blocks"),), front=in_front)),
     "Flux": (Family((Blocks("double_blocks", {"pe": 2}, text="txt"), Blocks("single_blocks", {"pe": 2})),
                     free=first_image),),
     "Flux2": (Family((Blocks("double_blocks", {"pe": 2}, text="txt"), Blocks("single_blocks", {"pe": 2})),

@@ -300,13 +300,15 @@ def undisturbed(block: nn.Module, device: torch.device) -> Iterator[Callable[[],
     devices = dict(devices=[]) if device.type == "cpu" else dict(devices=[device], device_type=device.type)
     with NoDropout(), torch.random.fork_rng(**devices):
         try:
-            torch.set_float32_matmul_precision("highest")
+            if precision != "highest":      # setting it makes compiled code compile again
+                torch.set_float32_matmul_precision("highest")
             for part, values in before:     # an attribute may be a cache that the block writes to
                 vars(part).update({name: value.clone() for name, value in values.items() if isinstance(value, Tensor)})
             yield restart
         finally:
             restart()
-            torch.set_float32_matmul_precision(precision)
+            if precision != "highest":
+                torch.set_float32_matmul_precision(precision)
             for part, values in before:
                 vars(part).clear()
                 vars(part).update(values)

@@ -321,6 +321,9 @@ CODES = {
                         lambda part, x: part(x, torch.ones(1, 7, D), None, [TEXT] * BATCH, HW=(4, 4)), "PixArtMS"),
     "LightningDiT": lightning, "DiT_Llama": min_rf_dit, "Flux": flux, "MMDiTX": sd35, "MMDiT": min_rf,
     "QwenImageTransformer2DModel": qwen, "NextDiT": lumina, "DinoVisionTransformer": dino, "Flux2": flux2,
+    "DinoVisionTransformer, dinov2": partial(made, lambda self, x: self.attend(x), lambda part, x: part(x),
+                                             "DinoVisionTransformer", inputs=dict(x=randn(BATCH, 3 + N, D)),
+                                             num_register_tokens=2),
     "ZImageTransformer2DModel": z_image, "SingleStreamDiT": krea2, "WanModel": wan,
     "WanModel, a time for each token": partial(
         wan, e=torch.arange(1.0, N + 1).view(1, N, 1, 1).expand(BATCH, -1, 6, D)),
