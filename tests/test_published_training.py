@@ -189,7 +189,7 @@ def deviation(ours: dict, theirs: dict) -> float:
 # bfloat16 has 8 bits, and processors add in other orders: the first steps tell whether the same is cast.
 BOUNDS = {"fp32": {"first": 1e-6, "loss": 5e-6, "weights": 1e-4, "ema": 1e-4},
           "lightning": {"first": 1e-6, "loss": 1e-3, "weights": 1e-3, "ema": 1e-3},  # a cosine is steep near velocity 0
-          "bf16": {"first": 1e-4, "loss": 1e-2, "weights": 2e-2, "ema": 1e-2}}
+          "bf16": {"first": 3e-4, "loss": 1e-2, "weights": 2e-2, "ema": 1e-2}}
 
 
 def assert_same_training(case: dict, model: dict, ema: dict, losses: list[float]) -> None:
