@@ -62,7 +62,7 @@ def for_depth(blocks: Mapping[int, int], _root_: DictConfig) -> int:
 
 def cpu_precision() -> str:
     """Returns bf16 where the processor has instructions for it (AVX-512 BF16 or AMX), and elsewhere fp32."""
-    has = torch.cpu.get_capabilities()
+    has = getattr(torch.cpu, "get_capabilities", dict)()  # older torch, such as 2.11, may lack it: then fp32
     return "bf16" if has.get("avx512_bf16") or has.get("amx_bf16") else "fp32"
 
 
