@@ -43,6 +43,7 @@ def train(rank, how, checkpointed, folder):
 def test_two_ranks_give_the_gradients_of_one_process(how, checkpointed, tmp_path):
     net = Plain(checkpointed)
     expected = gradients(net, net, slice(None))
-    torch.multiprocessing.spawn(train, (how, checkpointed, tmp_path), nprocs=2)
+    # A process that the fork server starts ends at once. One that is spawned unloads Python while gloo's threads run.
+    torch.multiprocessing.start_processes(train, (how, checkpointed, tmp_path), nprocs=2, start_method="forkserver")
     for name, grad in torch.load(tmp_path / "gradients.pt", weights_only=True).items():
         assert torch.allclose(grad, expected[name], atol=1e-6), name
