@@ -5,8 +5,9 @@
     python scripts/prepare_latents.py source=data/emoji.zip resolution=32 autoencoder=identity out=data/emoji
 
 The images are Noto Emoji (Google, Apache-2.0) and Twemoji (Twitter, CC-BY 4.0), 64×64, on white. Credit them wherever
-you show them. Classes are the ten categories in the packages' emoji.json. --skin-tones adds the five skin tones of
-people and hands: 3,750 more, very similar images.
+you show them. Classes are the ten categories in the packages' emoji.json. --classes subcategory divides them into 99,
+such as heart and face-smiling. --skin-tones adds the five skin tones of people and hands: 3,750 more, very similar
+images.
 """
 
 import argparse
@@ -28,13 +29,16 @@ from runtime.files import atomic_write
 from runtime.schema import as_path, first_line
 
 MEMBER = re.compile(r"package/(?:emoji\.json|img/(\w+)/64/([\w-]+\.png))")
-EVERY = 10  # one of so many emoji in each class is held out
+EVERY = 10  # one of so many emoji in each category is held out
 
 
-def read_package(path: Path, skin_tones: bool, classes: dict[str, dict[str, list[tuple[str, bytes]]]]) -> None:
-    """Adds a package's PNGs to `classes`: class -> emoji -> (name in the zip, content).
+def read_package(
+    path: Path, label: str, skin_tones: bool, categories: dict[str, dict[str, list[tuple[str, bytes]]]],
+) -> None:
+    """Adds a package's PNGs to `categories`: category -> emoji -> (name in the zip, content).
 
-    An emoji's key is its code points without a skin tone. Raises ValueError for a file that is not such a package.
+    An emoji's key is its code points without a skin tone. The folder in the zip is the value of `label` in emoji.json.
+    Raises ValueError for a file that is not such a package.
     """
     with tarfile.open(path) as package:
         files = {match: package.extractfile(member).read() for member in package
@@ -45,12 +49,13 @@ def read_package(path: Path, skin_tones: bool, classes: dict[str, dict[str, list
         raise ValueError("it has no package/emoji.json or no package/img/<maker>/64/*.png. Use a file that `npm pack "
                          "emoji-datasource-google@16.0.0` writes.")
     for emoji in json.loads(described):
-        name = "-".join(re.findall(r"\w+", emoji["category"])).lower()
+        name = "-".join(re.findall(r"\w+", emoji[label])).lower()
         tones = emoji.get("skin_variations", {}).values() if skin_tones else ()
         for picture in (emoji["image"], *(tone["image"] for tone in tones)):
             for maker in {maker for maker, _ in images}:
                 if content := images.get((maker, picture)):
-                    classes[name][Path(emoji["image"]).stem].append((f"{name}/{maker}-{picture}", on_white(content)))
+                    pictures = categories[emoji["category"]][Path(emoji["image"]).stem]
+                    pictures.append((f"{name}/{maker}-{picture}", on_white(content)))
 
 
 def on_white(png: bytes) -> bytes:
@@ -62,10 +67,10 @@ def on_white(png: bytes) -> bytes:
     return written.getvalue()
 
 
-def split(classes: dict[str, dict[str, list]]) -> tuple[list, list]:
-    """Holds out every tenth emoji of a class, from all makers and in all tones, unless a kept image looks the same."""
+def split(categories: dict[str, dict[str, list]]) -> tuple[list, list]:
+    """Holds out every tenth emoji of a category, from all makers and in all tones, unless a kept one looks the same."""
     kept, held_out = [], []
-    for emoji in classes.values():
+    for emoji in categories.values():
         for place, name in enumerate(sorted(emoji), start=1):
             (kept if place % EVERY else held_out).extend(sorted(emoji[name]))
     seen = {pixel_hash(content) for _, content in kept}
@@ -88,7 +93,8 @@ def write_zip(path: Path, images: list[tuple[str, bytes]]) -> None:
 def main(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("packages", type=as_path, nargs="+")
     parser.add_argument("--out", type=as_path, required=True, help="zip to write")
-    parser.add_argument("--held-out", type=as_path, help="zip for every tenth emoji of a class, left out of --out")
+    parser.add_argument("--held-out", type=as_path, help="zip for every tenth emoji of a category, left out of --out")
+    parser.add_argument("--classes", choices=("category", "subcategory"), default="category", help="ten, or 99")
     parser.add_argument("--skin-tones", action="store_true")
     args = parser.parse_args()
     for option, path in (("--out", args.out), ("--held-out", args.held_out)):
@@ -96,17 +102,17 @@ def main(parser: argparse.ArgumentParser) -> None:
             raise ValueError(f"{option} {path} exists already: choose another, or move it away.")
     if args.held_out and args.held_out.resolve() == args.out.resolve():
         raise ValueError(f"--out and --held-out are both {args.out}: choose two files.")
-    classes = defaultdict(lambda: defaultdict(list))
+    categories = defaultdict(lambda: defaultdict(list))
     for package in args.packages:
         try:
-            read_package(package, args.skin_tones, classes)
+            read_package(package, args.classes, args.skin_tones, categories)
         except (OSError, ValueError, EOFError, tarfile.TarError) as error:
             raise ValueError(f"{package}: {first_line(error)}") from None
-    kept, held_out = split(classes)
+    kept, held_out = split(categories)
     if args.held_out:
         write_zip(args.held_out, held_out)
     else:
-        kept = [picture for emoji in classes.values() for pictures in emoji.values() for picture in pictures]
+        kept = [picture for emoji in categories.values() for pictures in emoji.values() for picture in pictures]
     write_zip(args.out, sorted(kept))
 
 

@@ -21,7 +21,7 @@ def package(path, maker, emoji, pictures):
 @pytest.fixture
 def packages(tmp_path):
     """Two makers of twenty emoji with one tone each; `google` draws 05 and 09 alike."""
-    emoji = [{"image": f"{i:02}.png", "category": "People & Body",
+    emoji = [{"image": f"{i:02}.png", "category": "People & Body", "subcategory": "hands",
               "skin_variations": {"1F3FB": {"image": f"{i:02}-1f3fb.png"}}} for i in range(20)]
     return [package(tmp_path / f"{maker}.tgz", maker, emoji, {
         f"{i:02}{tone}.png": encoded(Image.new("RGBA", (64, 64), (
@@ -37,12 +37,12 @@ def names(path):
     return zipfile.ZipFile(path).namelist()
 
 
-def test_every_image_is_in_the_folder_of_its_category_on_white(packages, tmp_path):
-    assert prepare(*packages, "--out", tmp_path / "all.zip").returncode == 0
-    assert names(tmp_path / "all.zip") == [f"people-body/{maker}-{i:02}.png" for maker in MAKERS
-                                           for i in range(20)]
+@pytest.mark.parametrize(("options", "folder"), [((), "people-body"), (("--classes", "subcategory"), "hands")])
+def test_every_image_is_in_the_folder_of_its_category_on_white(packages, tmp_path, options, folder):
+    assert prepare(*packages, "--out", tmp_path / "all.zip", *options).returncode == 0
+    assert names(tmp_path / "all.zip") == [f"{folder}/{maker}-{i:02}.png" for maker in MAKERS for i in range(20)]
     with zipfile.ZipFile(tmp_path / "all.zip") as archive:
-        image = np.asarray(Image.open(archive.open("people-body/google-04.png")))
+        image = np.asarray(Image.open(archive.open(f"{folder}/google-04.png")))
     assert image.shape == (64, 64, 3) and abs(int(image[0, 0, 0]) - (48 + 255) // 2) <= 1  # half transparent
 
 
