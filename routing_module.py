@@ -5,6 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise, product
 from typing import Literal, get_args
@@ -220,7 +221,8 @@ class Router:
         return {r: route for r, route in enumerate(routes) if route.selection_ratio > 0 or route.path_drop > 0}
 
     def get_mask(
-        self, x: Tensor, selection_ratio: float, noise: Tensor | None = None, keep_mask: Tensor | None = None,
+        self, x: Tensor, selection_ratio: float | Fraction, noise: Tensor | None = None,
+        keep_mask: Tensor | None = None,
     ) -> Tensor:
         """Samples the kept tokens of each sample without replacement, uniformly if selection is "random".
 

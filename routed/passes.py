@@ -188,7 +188,7 @@ class Pass:
         self.routing, self.last, self.has_gradient = routing, -1, torch.is_grad_enabled()
         self.recomputes = self.is_pending = self.without_network = False
         self.between = False                    # true after a block of a route, until the next one
-        self.block: Block | None = None         # the current one
+        self.block: Block                       # the current one
         self.has_all = False                    # true if its tokens are not reduced yet
         # By number of route. In a `Kept`, which refers to this pass, tensors would wait for the garbage collector.
         self.ids_keep: list[Tensor | None] = [None] * len(routing.routes)
