@@ -18,6 +18,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -142,7 +143,8 @@ def as_line(row: dict, steps: int, lowest: float = math.inf) -> str:
 def start_trackers(run: Run) -> None:
     """Starts the trackers that are set; raises ValueError if one cannot start, such as wandb without a login."""
     trackers = run.cfg.log.trackers
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorBoard imports TensorFlow, if there is one
+    # Without this, TensorBoard imports TensorFlow, if there is one, which takes seconds and complains of missing GPUs.
+    sys.modules.setdefault("tensorboard.compat.notf", ModuleType("tensorboard.compat.notf"))
     try:
         if missing := [name for name in trackers if name not in map(str, run.accelerator.log_with)]:
             raise ImportError(f"{missing[0]} is not installed")

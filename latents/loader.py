@@ -47,7 +47,7 @@ def check_batch_size(batch_size: int, count: int, world: int, num_parts: int = 1
     """Raises ValueError if a global batch does not divide evenly, or is larger than the data set."""
     if batch_size % (world * num_parts):
         raise ValueError(f"batch_size={batch_size} is the number of images per step and must be a multiple of "
-                         f"{world * num_parts}: {world} ranks × grad_accum_steps={num_parts}.")
+                         f"{world * num_parts}: ranks ({world}) × grad_accum_steps ({num_parts}).")
     if batch_size > count:
         raise ValueError(f"batch_size={batch_size} is more than the {count} latents of the data set.")
 

@@ -65,9 +65,14 @@ class Entry:
 
 
 class RoutedModule:
-    """Comes before a module's class while the module is routed."""
+    """Comes before a module's class while the module is routed.
+
+    A checkpoint may store a bound method, as diffusers' do, and call it when the module has its plain class again.
+    """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, RoutedModule):
+            return type(self).__call__(self, *args, **kwargs)
         return self._routed.call(self, super().__call__, args, kwargs)
 
     def __reduce_ex__(self, protocol: int) -> tuple:
@@ -89,10 +94,14 @@ class RoutedNetwork(RoutedModule):
     """Comes before a network's class. Compiled code and PEFT call its forward only, and accelerate sets its own."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, RoutedModule):
+            return type(self).__call__(self, *args, **kwargs)
         plain = super() if "forward" in vars(self) else super(RoutedModule, self)
         return plain.__call__(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, RoutedModule):
+            return type(self).forward(self, *args, **kwargs)
         return self._routed.call(self, super().forward, args, kwargs)
 
 

@@ -609,7 +609,7 @@ def holds_tensors(value: Any) -> bool:
 @contextmanager
 def routed(
     model: nn.Module,                                   # alone, or inside DDP, torch.compile or PEFT
-    routes: Iterable[Route],                            # of this step
+    routes: Route | Iterable[Route],                    # of this step
     *,
     blocks: str | nn.Module | None = None,              # the list of blocks of a network that is not in FAMILIES
     along: Mapping[str | int, Any] | None = None,       # argument of a block, by name or number -> axis of the tokens
@@ -635,7 +635,7 @@ def routed(
     """
     network = families.network_of(model)
     options = Options(blocks, along, keep, mask_noise, keep_mask, grow, router, family, probe, ordered)
-    routing = Routing(network, list(routes), options)
+    routing = Routing(network, [routes] if isinstance(routes, Route) else list(routes), options)
     entry = entry_of(network)
     other = entry.routing if entry is not None else None
     if not any(block.route for block in routing.blocks):     # dense: uses what was compiled without a route

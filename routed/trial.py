@@ -121,12 +121,14 @@ class Trials:
 
     def cause(self, kept: Any) -> str:
         sizes, block = {kept.run.free, kept.run.stream, kept.run.length}, kept.run.block
-        unnamed = [str(name) for name, value in kept.arguments.items()
-                   if name not in {block.tokens, block.text, *block.along} and may_be_along(value, sizes)]
+        others = [str(name) for name, value in kept.arguments.items() if block.along.get(name) is None
+                  and name not in {block.tokens, block.text} and may_be_along(value, sizes)]
         tables = [str(name) for name, axis in block.along.items() if isinstance(axis, int | tuple)]
-        return (f"the argument {', '.join(unnamed)}, which along= does not name" if unnamed else
-                "positions inside the block, such as its own rotary values, a convolution, windows or pooled keys" +
-                (f"; or {', '.join(tables)} along another axis, or read for one sample only" if tables else ""))
+        return "; or ".join(filter(None, (
+            others and f"the argument {', '.join(others)}, for which along= names no axis",
+            tables and f"{', '.join(tables)} along another axis, or read for one sample only",
+            not others and "positions inside the block, such as its own rotary values, a convolution, windows or "
+                           "pooled keys")))
 
     def measure(self, kept: Any, call: Callable) -> tuple[Trial | None, str]:
         """Returns the result of a trial, or None and why there is none."""

@@ -106,11 +106,16 @@ def are_files(path: str) -> bool:
     return Path(path).suffix not in ARRAYS and not (Path(path) / "metadata.json").is_file()
 
 
+def require_array(key: str, path: str | None) -> None:
+    """Raises ValueError for an npz or npy that does not exist; features are loaded after this check."""
+    if path and Path(path).suffix in ARRAYS and not Path(path).exists():
+        raise ValueError(f"{key}={path} does not exist (looked from {Path.cwd()}): name one file. A pattern may only "
+                         f"name tars or parquet files.")
+
+
 def open_array(key: str, path: str) -> StoredImages:
     """Opens the images of an npy, or under arr_0 of an npz; each is read when it is needed."""
     kind = Path(path).suffix
-    if not Path(path).exists():
-        raise ValueError(f"{key}={path} does not exist: name one file. A pattern may only name tars or parquet files.")
     files.refuse_pointer(Path(path))
     try:
         # Both remain open, as `read` uses them.

@@ -130,7 +130,7 @@ TYPED = {
         ("images=four", "features_weights=weights.pt", "pixels has no weights"),
         ("checkpoint=run", "metrics=[fd_pixels,fid]", "fid cannot be measured"),
         ("reference_from=four", "reference=null", "results=null", "out=new.npz", "metrics=[recall]", "measures"),
-        ("images=i*.npz", "i*.npz does not exist: name one file"),
+        ("images=i*.npz", "i*.npz does not exist (looked from"),
         ("images=four", "results=four", "reading or writing"),
         ("checkpoint=run", "num_samples=3", "it needs more than 3 images of both sets, and there are 3"),
     ],

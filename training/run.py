@@ -7,6 +7,7 @@ anything slow starts.
 import copy
 import math
 import platform
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from runtime.command import commit
 from runtime.device import DTYPES, device_name, multiplies_in_tf32
 from sampling.options import GRID_CLASSES, empty_classes, labels_of, parse_classes, parse_seeds, unscored_classes
 from scoring.features import load_extractor
+from scoring.image_sets import require_array
 from scoring.score import Evaluator, available_metrics, measure_reference, open_reference
 from training import speed
 from training.optimizers import build_optimizer
@@ -262,11 +264,12 @@ def open_sampling_and_scoring(
         if cfg.evaluate.reference is None:
             raise ValueError(f"evaluate.every={cfg.evaluate.every} needs evaluate.reference=<an npz, or images>; "
                              f"docs/evaluation.md explains how to get or make one.")
+        require_array("evaluate.reference", cfg.evaluate.reference)
         try:
             extractor = load_extractor(accelerator, cfg.evaluate.features, cfg.evaluate.features_weights,
                                        cfg.evaluate.sha256)
         except ValueError as error:
-            raise ValueError(f"evaluate: {error}") from error
+            raise ValueError(re.sub(r"\b(features|features_weights|sha256)=", r"evaluate.\1=", str(error))) from error
         side = latents.shape[1] * decoder.downsample  # the size of decoded images, to which photographs are scaled
         reference = open_reference(
             accelerator, cfg.evaluate.reference, extractor, side, reference_size=cfg.evaluate.reference_size,

@@ -203,9 +203,9 @@ def test_kept_tokens_come_out_as_if_the_network_had_only_them(name):
     assert_exact(doubled(copy.deepcopy(case)), tolerance=1e-9, **dict(routes=MIDDLE, blocks="blocks") | description)
 
 
-def test_dropout_that_is_always_on_and_a_list_of_blocks_are_accepted():
+def test_dropout_that_is_always_on_a_list_of_blocks_and_a_single_route_are_accepted():
     case = made(lambda self, x: x + F.dropout(self.attend(x), 0.5))
-    with routed(case.model, MIDDLE, blocks=case.model.blocks) as routing:     # a list instead of its name
+    with routed(case.model, MIDDLE[0], blocks=case.model.blocks) as routing:  # a list instead of its name
         case.call()
     assert routing.trials and routing.ids_keep[0].shape == (BATCH, N // 2)
 
@@ -230,20 +230,23 @@ REFUSED = {     # network, its description, and what the error says
     "a zero parameter under a root": (made(lambda self, x: x + (rotary(self, x) - x) * (1 + self.gate.sqrt())), {},
                                       POSITIONS),
     # arguments
-    "a table read for one sample": (made(turned(lambda rope: rope[0]), with_table(lambda table: table[None])),
-                                    dict(along={"rope": 1}), "read for one sample only"),
+    "a table read for one sample": (
+        made(lambda self, x, rope, c: self.attend(x, lambda q: q * rope[0]),
+             lambda part, x: part(x, TABLE[None], torch.ones(len(x), N))),
+        dict(along={"rope": 1, "c": None}), "the argument c, .* names no axis; or rope along another axis, or read"),
     "a table that nobody named": (made(turned(), with_table(lambda table: table[None, None])), {},
                                   "as long as the tokens: name its axis in along=, or write along={'rope': None}"),
     "tables that nobody named": (made(turned(lambda rope: rope[1]), with_table(lambda table: (table, table))), {},
                                  "as long as the tokens: name its axis in along="),
     "a table that is falsely declared": (made(lambda self, x, rope: self.attend(x, lambda q: q * rope[:x.shape[1]]),
-                                              with_table()), dict(along={"rope": None}), POSITIONS),
+                                              with_table()), dict(along={"rope": None}),
+                                         "the argument rope, for which along= names no axis"),
     "a table without the batch axis that it gets": (made(turned(lambda rope: rope[None, None]), with_table()),
                                                     dict(along={"rope": -2}), "fails when each sample|depends on"),
     "a table of another length": (made(turned(), with_table(lambda table: table[:9])), dict(along={"rope": 0}),
                                   r"rope is \(9, 4\). Its axis 0 must be 16 long"),
     "a function of positions that nobody named": (lightning(), {},
-                                                  "the argument feat_rope, which along= does not name"),
+                                                  "the argument feat_rope, for which along= names no axis"),
     "a number of tokens that nobody named": (made(counted, lambda part, x: part(x, N)), {},
                                              "length is 16, as long as the tokens: write along={'length': fewer}"),
     "a mask (1, 1, N, N) that nobody named": (made(masked, near), {}, "write along={'mask': pairs}"),
