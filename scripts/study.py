@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 from dit import multiply_adds
 from fid import ScoringSettings
 from runtime import ranks
-from runtime.command import command, commit, compose
+from runtime.command import command, commit, compose, key_of
 from runtime.files import read_rows, write_text
 from runtime.schema import (
     Location,
@@ -100,6 +100,11 @@ class Run(Settings):
     held_out: list[str]
 
 
+def merged(*settings: str) -> list[str]:
+    """Joins settings, of which a later one replaces an earlier one of the same key; commands take a key once."""
+    return [*{key_of(text): text for text in settings}.values()]
+
+
 # ---- a study's runs -------------------------------------------------------------------------------------------------
 
 
@@ -138,7 +143,7 @@ def run_of(cfg: StudySettings, name: str, seed: int) -> Run:
         return [point for group in getattr(variant, key) for point in study.points[group]]
 
     return Run(variant=name, seed=seed, folder=run_dir, held_out=variant.held_out,
-               train=[*train, f"seed={seed}", f"name={run_dir.name}", f"run_dir={run_dir}"],
+               train=merged(*train, f"seed={seed}", f"name={run_dir.name}", f"run_dir={run_dir}"),
                at_end=points("at_end"), at_each=points("at_each"))
 
 
@@ -157,7 +162,7 @@ def check_commands(cfg: StudySettings, runs: list[Run]) -> None:
         try:
             settings_composed(tuple(run.train))
             for point in (*run.at_end, *run.at_each) if "score" in cfg.tasks else ():
-                scored = [f"checkpoint={run.folder}", *cfg.study.score, *point]
+                scored = merged(f"checkpoint={run.folder}", *cfg.study.score, *point)
                 read(ScoringSettings, compose("fid", ScoringSettings, scored))
         except ValueError as error:
             raise ValueError(f"variant {run.variant}: {error}") from None
@@ -266,7 +271,7 @@ def score_once(settings: list[str], point: list[str], results: Path, step: int |
     of_place = ("checkpoint", "results", "batch_size", "reference", "features_weights")  # files are known by SHA-256
     tag = {"study": point, "scored_by": [text for text in settings if text.split("=")[0] not in of_place]}
     if not any(row["source"].get("step") == step and tag_of(row) == tag for row in read_rows(results)):
-        call("fid.py", [*settings, *point, f"tag='{json.dumps(tag)}'"])
+        call("fid.py", merged(*settings, *point, f"tag='{json.dumps(tag)}'"))
 
 
 def tag_of(row: dict) -> dict:

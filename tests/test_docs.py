@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, command_of
 
-from runtime.command import compose, jobs_of
+from runtime.command import compose, jobs_of, parse_options
 from runtime.schema import read
 
 PAGES = [*(ROOT / page for page in ("README.md", "CONTRIBUTING.md", "examples/emoji/README.md")),
@@ -61,7 +61,8 @@ def composed(line):
     declared = command_of(config)[1]
     given = words[words.index(script) + 1 :]
     given = [word for word in given[: given.index("|") if "|" in given else None] if word != "x"]
-    jobs = jobs_of([word for word in given if word != "--multirun"]) if "--multirun" in given else [given]
+    options, given = parse_options(given)
+    jobs = jobs_of(given) if options.multirun else [given]
     return [read(declared, compose(config, declared, job)) for job in jobs]
 
 

@@ -14,14 +14,15 @@ trap 'echo; echo "Stopped by Ctrl-C. Parts that were done are in $out."; exit 13
 # name, seconds at most, settings: the others run whether a part fails or not. At its limit a part gets SIGINT.
 part() {
     local name=$1 limit=$2 left=$((end - SECONDS)); shift 2
+    [[ " $*" == *" precision="* ]] || set -- "$@" precision=bf16
     [ ! -e "$out/$name.json" ] || { echo "== $name: done before"; return; }
     echo; echo "== $name (at most $limit s)"
     if [ "$left" -lt 20 ]; then
         echo "no time is left for it"; failed+=("$name"); return
     fi
     timeout --foreground -s INT -k 10 "$((limit < left ? limit : left))" \
-        "$python" scripts/benchmark.py out="$out/$name" compile_cache="$out/cache/$name" device=cuda precision=bf16 \
-        "$@" 2>&1 | tee -i "$out/$name.txt"
+        "$python" scripts/benchmark.py out="$out/$name" compile_cache="$out/cache/$name" device=cuda "$@" \
+        2>&1 | tee -i "$out/$name.txt"
     case ${PIPESTATUS[0]} in
         0) rm -rf "$out/cache/$name" ;;
         124 | 137) echo "$name: its time was up"; failed+=("$name") ;;

@@ -1,14 +1,16 @@
 """Every mode of the benchmark on a tiny network; what is counted is right, and what is timed is never asserted on."""
 
 import json
+import os
+import subprocess
 
 import pytest
 import torch
-from conftest import run_command
+from conftest import ROOT, run_command
 
 from dit import multiply_adds
 from runtime import schema
-from runtime.command import compose
+from runtime.command import compose, parse_options
 from scripts import benchmark
 
 TINY = ["hidden_size=32", "depth=3", "num_heads=2", "tokens=16", "num_classes=5", "batch_size=4", "num_latents=8",
@@ -84,3 +86,16 @@ def test_time_is_charged_to_the_mark_that_ends_it(monkeypatch):
     monkeypatch.setattr(benchmark.time, "perf_counter", lambda: next(clock))
     parts = benchmark.seconds_of_parts(torch.device("cpu"), lambda mark: [mark(name) for name in "abab"], 2)
     assert parts == {"a": 2.5, "b": 1.5}
+
+
+def test_each_part_of_the_benchmark_of_a_gpu_is_a_command_that_can_be_read(tmp_path):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\nIFS="\t"; echo "$*" >> "$OUT/commands"\n')
+    python.chmod(0o755)
+    subprocess.run(["bash", ROOT / "scripts/studies/benchmark_gpu.sh"], check=True, capture_output=True,
+                   env=os.environ | {"PYTHON": str(python), "OUT": str(tmp_path)})
+    commands = [line.split("\t") for line in (tmp_path / "commands").read_text().splitlines()]
+    parts = [parse_options(words[1:])[1] for words in commands if words[0] == "scripts/benchmark.py"]
+    for part in parts:
+        schema.read(benchmark.BenchmarkSettings, compose("benchmark", benchmark.BenchmarkSettings, part))
+    assert len(parts) == 9 and sum("precision=fp8" in part for part in parts) == 1

@@ -21,7 +21,7 @@ import fid
 import train
 from dit import DiT
 from latents.folder import open_latents
-from runtime.command import commit
+from runtime.command import commit, parse_options
 from runtime.schema import read
 from scripts import comparison, curves, study
 from scripts.benchmark import write_latents
@@ -29,7 +29,7 @@ from scripts.benchmark import write_latents
 TINY = ["experiment=quickstart", "batch_size=8", "model.hidden_size=32", "model.num_heads=2", "model.depth=6",
         "steps=4", "samples.every=0", "log.every=2", "log.trackers=[]", "checkpoint.every=2", "evaluate.every=2",
         "evaluate.num_samples=4", "evaluate.num_steps=2"]
-MATRIX = {"name": "tiny", "train": TINY, "score": ["num_steps=2", "features=pixels"], "seeds": [0, 1],
+MATRIX = {"name": "tiny", "train": TINY, "score": ["num_steps=2", "features=pixels", "num_samples=6"], "seeds": [0, 1],
           "variants": {"dit": {"train": ["model=dit"], "at_end": ["cfg"]},
                        "tread": {"train": ["model=tread"], "seeds": [0]},
                        "tuned": {"train": ["model=dit", "init_from={runs}/tread-seed{seed}", "steps=1"], "seeds": [0]}},
@@ -55,7 +55,7 @@ def test_every_run_is_in_exactly_one_part(tmp_path):
     runs = study.runs_of(settings(tmp_path))
     # Those that are compared a seed at a time, so that an early end leaves a comparison.
     assert [(run.variant, run.seed) for run in runs] == [("dit", 0), ("tread", 0), ("dit", 1), ("tuned", 0)]
-    assert runs[3].train[-5] == f"init_from={tmp_path}/runs/tread-seed0"
+    assert f"init_from={tmp_path}/runs/tread-seed0" in runs[3].train and "steps=4" not in runs[3].train
     parts = [run for part in ("1/3", "2/3", "3/3") for run in study.in_part(runs, part)]
     assert sorted(run.folder for run in parts) == sorted(run.folder for run in runs)
     for wrong in ("0/3", "4/3", "x", "2"):
@@ -71,7 +71,7 @@ def test_an_unknown_variant_raises_a_one_line_error(tmp_path, changed):
 
 def popen(line: list[str], process_group: int) -> SimpleNamespace:
     """Runs what a study calls in this process, without the seconds that another takes to begin."""
-    assert line[0] == sys.executable and process_group == 0
+    assert line[0] == sys.executable and process_group == 0 and parse_options(line[2:])
     AcceleratorState._reset_state(reset_partial_state=True)
     run_command({"train.py": train.main, "fid.py": fid.main}[Path(line[1]).name], *line[1:])
     return SimpleNamespace(wait=lambda: 0)
