@@ -40,7 +40,7 @@ def test_the_folder_is_a_checkpoint_of_four_megabytes_with_its_recipe_and_the_li
 
 
 def test_guided_smileys_are_yellow_and_flags_are_wide(trained):
-    smileys, flags = (sampled(trained, name, Guidance(2.5)) for name in ("smileys-emotion", "flags"))
+    smileys, flags = (sampled(trained, name, Guidance(2.5)) for name in ("face-smiling", "country-flag"))
     red, green, blue = smileys[:, 8:24, 8:24].mean((0, 1, 2))
     assert red > blue + 60 and green > blue + 30
     is_white = flags.min(-1) > 235
@@ -50,7 +50,7 @@ def test_guided_smileys_are_yellow_and_flags_are_wide(trained):
 def test_the_commands_of_its_page_sample_and_score_it(tmp_path):
     np.savez(tmp_path / "real.npz", np.random.default_rng(0).integers(0, 256, (8, 32, 32, 3), np.uint8))
     how = [f"checkpoint={EXAMPLE}", "guidance=tread", "scale=2.5", "num_steps=2", "cpu=true"]
-    run_command(sample.main, "sample.py", *how, "seeds=0-7", "classes=[flags]", f"out={tmp_path}/flags.png")
+    run_command(sample.main, "sample.py", *how, "seeds=0-7", "classes=[country-flag]", f"out={tmp_path}/flags.png")
     run_command(fid.main, "fid.py", *how, f"reference={tmp_path}/real.npz", "features=pixels", "num_samples=8",
                 f"results={tmp_path}/results.jsonl")
     row = json.loads((tmp_path / "results.jsonl").read_text())
