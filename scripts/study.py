@@ -323,7 +323,8 @@ def score_of(row: dict, results: Path) -> dict:
         raise ValueError(f"{results} has a row with {', '.join(metrics)} and no Fréchet distance, by which a study "
                          f"compares its runs: move the file away.")
     facts = {key: value for key, value in row.items() if key not in ("metrics", "images", "summary", "tag")}
-    facts["source"] = {key: value for key, value in source.items() if key != "guidance"}
+    # The run and the step name the checkpoint; its path is one of this machine.
+    facts["source"] = {key: value for key, value in source.items() if key not in ("guidance", "checkpoint")}
     words = guidance and ", ".join(f"{key} {as_text(value)}" for key, value in guidance.items()
                                    if value is not None and value is not False)
     metric = f"fd_{Path(row['extractor']['weights']).stem}" if distance == "fd_torchscript" else distance

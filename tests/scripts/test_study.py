@@ -101,7 +101,7 @@ def test_a_study_trains_scores_and_plots_and_does_nothing_twice(shapes, pixel_re
     assert free <= {  # place in training, score, time, cost, and where it was computed; all else is the key
         "step", "images", "flops", "source.step", "value", "precision", "recall", "seconds", "finished", "batch_size",
         "processes", "multiply_adds_an_image", "source.evaluations", "source.multiply_adds.linear", "commit", "device",
-        "source.multiply_adds.attention", "source.in_training", "source.checkpoint", "source.weights_sha256",
+        "source.multiply_adds.attention", "source.in_training", "source.weights_sha256",
         "source.compiled", "extractor.weights", "reference.path"}
     assert {"source.weights", "source.num_steps"} <= first.keys() - free
     guidance = [score["guidance"] for score in told["runs"][0]["scores"]]
