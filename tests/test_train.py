@@ -3,6 +3,8 @@
 import json
 import re
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import run_command
+from conftest import ROOT, run_command
 from PIL import Image
 from safetensors.torch import load_file
 from spoils import with_new_hashes, without_hashes
@@ -270,6 +272,20 @@ def test_a_tracker_that_cannot_start_is_named_with_advice_that_fits_the_cause(wh
     with pytest.raises(ValueError, match=re.escape(says)):
         start_wandb("x", RuntimeError(why), log_with)
     assert load("experiment=quickstart").log.trackers == ["tensorboard"]
+
+
+def test_tensorboard_logs_without_importing_tensorflow(tmp_path):
+    code = """
+import sys
+from types import SimpleNamespace as Some
+from accelerate import Accelerator
+from train import start_trackers
+start_trackers(Some(cfg=Some(log=Some(trackers=["tensorboard"]), name="x", model_dump=dict), folder=sys.argv[1], step=0,
+                    run_id="x", accelerator=Accelerator(cpu=True, log_with="tensorboard", project_dir=sys.argv[1])))
+assert "tensorflow" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and list(tmp_path.rglob("events.out.*")), done.stderr
 
 
 def test_a_score_counts_only_for_the_network_and_the_settings_that_it_was_made_with(shapes, pixel_reference, tmp_path):
