@@ -7,7 +7,6 @@ anything slow starts.
 import copy
 import math
 import platform
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -269,7 +268,7 @@ def open_sampling_and_scoring(
             extractor = load_extractor(accelerator, cfg.evaluate.features, cfg.evaluate.features_weights,
                                        cfg.evaluate.sha256)
         except ValueError as error:
-            raise ValueError(re.sub(r"\b(features|features_weights|sha256)=", r"evaluate.\1=", str(error))) from error
+            raise ValueError(f"{error} Here they are evaluate.features= and evaluate.features_weights=.") from error
         side = latents.shape[1] * decoder.downsample  # the size of decoded images, to which photographs are scaled
         reference = open_reference(
             accelerator, cfg.evaluate.reference, extractor, side, reference_size=cfg.evaluate.reference_size,
