@@ -62,8 +62,11 @@ class Convention:
         return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in present.items()})
 
     @classmethod
-    def from_config(cls, config: dict) -> "Convention":
-        """Reads the config of a diffusers autoencoder."""
+    def from_config(cls, config: dict, name: str) -> "Convention":
+        """Reads the complete config of the diffusers autoencoder `name`; raises ValueError if it has no scale."""
+        if config.get("scaling_factor") is None:
+            raise ValueError(f"autoencoder={name} has scaling_factor null in its config.json: set it to 1 / the "
+                             f"latents' standard deviation.")
         return cls.read({"scale": config.get("scaling_factor"), "shift": config.get("shift_factor"),
                          "latents_mean": config.get("latents_mean"), "latents_std": config.get("latents_std")})
 
@@ -190,12 +193,7 @@ class DiffusersAutoencoder(Autoencoder):
                 raise ValueError(f"autoencoder={name} is an AutoencoderTiny, which needs latents with one scale, but "
                                  f"these are normalised per channel: choose another.")
             convention = None
-        if convention is None:
-            if vae.config.get("scaling_factor") is None:
-                raise ValueError(f"autoencoder={name} has scaling_factor null in its config.json: set it to 1 / the "
-                                 f"latents' standard deviation.")
-            convention = Convention.from_config(vae.config)
-        self.convention = convention
+        self.convention = convention or Convention.from_config(vae.config, name)
         self.convention.require(self.channels, f"autoencoder={name}")
         self.vae = vae.to(device).eval().requires_grad_(False)
         if torch.device(device).type == "cuda":  # a memory layout that tensor cores prefer

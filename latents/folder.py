@@ -50,7 +50,7 @@ CHUNK = 4096  # latents copied to a device at once
 
 
 def allow_open_files(num_files: int) -> None:
-    """Raises this process's limit on open files if `num_files` memory maps, which hold one each, would exceed it."""
+    """Raises this process's limit on open files if `num_files` more, as memory maps hold, would exceed it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = num_files + 512  # for the files that Python, torch and the trackers hold open
     if soft < wanted:

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from autoencoder import SD_VAE_SCALE, Convention
-from latents.decoding import UnreadableImage
 from latents.listing import Listing, find_tars, list_folder, list_tars, list_zip, stamp_of, tar_members
 from runtime.files import NPY_ERRORS, is_pointer, parse_json, refuse_pointer
 from runtime.schema import first_line
@@ -173,7 +172,7 @@ def array_reader(listing: Listing, files: list[int]) -> tuple[tuple[int, ...], C
             if array.shape != (shape or array.shape):
                 raise ValueError(f"shape {array.shape}, but {listing.names[files[0]]} {shape}")
             return array
-        except (*NPY_ERRORS, UnreadableImage) as error:
+        except NPY_ERRORS as error:
             raise ValueError(f"{listing.path}/{listing.names[file]} is not a complete npy file of numbers like the "
                              f"others ({first_line(error)}): copy it again.") from error
 
@@ -199,7 +198,7 @@ def open_listed(form: Form, source: Path) -> Stored:
     try:
         pairs = parse_json(listing.read(listing.names.index("dataset.json")))["labels"]
         label_of = dict.fromkeys(files, 0) if pairs is None else {str(file): label for file, label in pairs}
-    except (OSError, ValueError, KeyError, TypeError, UnreadableImage) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f'{listing.path / "dataset.json"} does not hold {{"labels": [[file name, class], …]}} '
                          f'({error}).') from error
     require_labels(listing.path, files, label_of)

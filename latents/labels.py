@@ -86,10 +86,12 @@ def number_names(classes: Sequence[str], listed: Sequence[str]) -> tuple[np.ndar
 def number_classes(classes: Sequence[object], listed: Sequence[object], where: str) -> tuple[np.ndarray, list[str]]:
     """Returns labels and class names. Whole numbers are the labels themselves; names are numbered in sorted order.
 
-    Raises ValueError for other numbers, and for what is neither a number nor text.
+    Raises ValueError for other numbers, for what is neither a number nor text, and for spaces around a label.
     """
-    if odd := [value for value in listed if value is not None and type(value) not in (int, str)]:
-        raise ValueError(f"{where} has the label {odd[0]!r}, which is neither a whole number nor text: correct it.")
+    if odd := [value for value in listed if value is not None and (
+            type(value) not in (int, str) or str(value) != str(value).strip())]:
+        raise ValueError(f"{where} has the label {odd[0]!r}, which is neither a whole number nor text without spaces "
+                         f"around it: correct it.")
     texts = {str(value) for value in listed if value not in (None, "")}
     if not all(map(NUMBER.fullmatch, texts)):
         return number_names([str(label) for label in classes], [*texts])
@@ -123,14 +125,11 @@ def read_label_file(file: str, listing: Listing, columns: Columns) -> dict[str, 
     Returns None for `"labels": null`. Raises ValueError for other files, absent columns and contradictions.
     """
     name, kind = name_within(listing, file), Path(file).suffix.lower()
-    if Path(file).is_file():
-        content = Path(file).read_bytes()
-    elif name in listing.names:
-        content = listing.read(listing.names.index(name))
-    else:
-        raise ValueError(f"labels={file} is not a file, nor one of {', '.join(WAYS)}.")
+    if not Path(file).is_file() and name not in listing.names:
+        raise ValueError(f"labels={file} is not a file, looked for from {Path.cwd()}, nor one of {', '.join(WAYS)}.")
     rows: dict[str, object] = {}
     try:
+        content = Path(file).read_bytes() if Path(file).is_file() else listing.read(listing.names.index(name))
         if kind == ".json":
             pairs = parse_json(content)["labels"]
         elif kind == ".csv":

@@ -20,6 +20,7 @@ from latents.loader import read_ahead
 from runtime.files import atomic_write, lock_folder, remove, require_room, sha256, write_text
 from runtime.schema import read_json
 
+MOST_NAMES = 100_000  # of files left out; webdataset's .txt and .json may be millions, and a record must remain small
 LEFTOVERS = (".*.npy.*.tmp", ".*.json.*.tmp")  # files that runtime.files.atomic_write leaves behind if killed
 
 
@@ -176,20 +177,21 @@ def finish(
     out: Path, metadata: dict, records: list[dict], left_out: Iterable[tuple[str, str]], device: torch.device,
 ) -> None:
     """Combines the shards' records into metadata.json, which marks the folder as complete, and prints a summary."""
-    reasons = [*left_out, *(row for record in records for row in record["unreadable"])]
+    reasons = [*(row for record in records for row in record["unreadable"]), *left_out]  # broken images come first
     count = sum(record["count"] for record in records)
     if count == 0:
-        raise ValueError(f"source={metadata['source']} has no readable image; {': '.join(reasons[-1])}.")
+        raise ValueError(f"source={metadata['source']} has no readable image; {': '.join(reasons[0])}.")
     names = ["latents", "labels"] + ["mirrored"] * metadata["mirrored"]
     shards = [{name: f"{name}-{shard:05d}.npy" for name in names}
               | {"count": record["count"], "sha256": record.get("sha256", {})}  # a preparation may be older than hashes
               for shard, record in enumerate(records) if record["count"]]
     metadata = {"format": 1, "count": count, "dtype": "float16"} | metadata
-    write_json(out / "metadata.json", metadata | {"shards": shards, "unreadable": [name for name, _ in reasons]})
+    listed = [name for name, _ in reasons[:MOST_NAMES]]
+    write_json(out / "metadata.json", metadata | {"shards": shards, "unreadable": listed})
     clean_up(out, "record-*.json")
 
     if reasons:
-        print(f"{len(reasons)} files are not in the set ({out / 'metadata.json'} lists all of them):")
+        print(f"{len(reasons)} files are not in the set ({out / 'metadata.json'} lists {MOST_NAMES:,} at most):")
         for name, reason in reasons[:20]:
             print(f"  {name}: {reason}")
     kind = f"{metadata['kind']}, mirrored" if metadata["mirrored"] else metadata["kind"]

@@ -97,12 +97,19 @@ def samples_only(name: str) -> bool:
 
 
 def own_convention(name: str) -> Convention | None:
-    """Returns an autoencoder's published convention without loading weights, or None if it has no config."""
+    """Returns an autoencoder's published convention without its weights, or None for a file or function."""
     if name == "identity":
         return Convention()
     if name in HUB_NAMES:
         return Convention(SD_VAE_SCALE)
-    return Convention.from_config(_read_config(name)) if Path(name).is_dir() else None
+    if name == NONE or runs_code(name) or Path(name).is_file():
+        return None
+    import diffusers  # slow: takes seconds
+
+    config = _read_config(name)
+    with torch.device("meta"):  # the class completes older configs, such as that of sd_vae_ema, which has no scale
+        network = getattr(diffusers, config["_class_name"]).from_config(config)
+    return Convention.from_config(network.config, name)
 
 
 # ---- diffusers ------------------------------------------------------------------------------------------------------

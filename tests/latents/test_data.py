@@ -18,10 +18,13 @@ from conftest import change_record
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from spoils import array, as_it_is, both, cut, gone, put, record, refused, without_hashes
+from test_labels import put as put_files
+from test_labels import shard
 
 from latents import folder as latent_folder
 from latents import loader
 from latents.folder import Latents, open_latents
+from latents.images import open_source
 from latents.loader import _plan, batches, find_damaged
 
 COUNT = 103  # three shards of 40, 40 and 23 images, and a batch size that leaves a rest
@@ -375,8 +378,11 @@ def test_the_reading_thread_runs_ahead_a_little_and_ends_with_the_iterator_or_wi
 
 def test_more_files_than_a_process_may_open_at_first_are_opened_all_the_same(tmp_path):
     write_folder(tmp_path, numbered(300), labels_of(300), shard=1)
+    put_files(tmp_path / "parquet", {f"{i}.parquet": shard(0) for i in range(300)})
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, before[1]))
+        assert len(open_source(tmp_path / "parquet")) == 300
         resource.setrlimit(resource.RLIMIT_NOFILE, (200, before[1]))
         latents = open_latents(tmp_path)
         assert latents.read(np.arange(300))[0].shape == (300, 4, 4, 4)

@@ -130,6 +130,12 @@ def test_names_that_no_code_page_is_known_for_are_refused(tmp_path):
     refused(lambda: open_source(tmp_path / "set"), r"not UTF-8, 'caf\udce9/0.png': rename", "convmv -f latin1")
 
 
+def test_a_label_file_that_is_damaged_in_a_zip_is_named(tmp_path):
+    path = put_zip(tmp_path / "x.zip", PETS | {"x.csv": "file_name,label\n"})
+    path.write_bytes(path.read_bytes().replace(b"file_name", b"file-name"))
+    refused(lambda: open_source(path, f"{path}/x.csv"), "x.zip/x.csv cannot be read, as Bad CRC-32 for file 'x.csv'")
+
+
 # Parquet
 
 

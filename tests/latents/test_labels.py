@@ -122,7 +122,6 @@ INTEL = numbered("seg_train/seg_train/sea/0.jpg", "seg_train/seg_train/ice/1.jpg
                  "seg_test/seg_test/ice/3.jpg", "seg_pred/seg_pred/4.jpg")
 MRI = numbered("Training/glioma/0.png", "Training/none/1.png", "Testing/glioma/2.png", "Testing/none/3.png")
 IN100 = numbered("train.X1/n01/0.JPEG", "train.X2/n02/1.JPEG", "val.X/n01/2.JPEG")
-PLACES = numbered("a/airfield/0.jpg", "f/field/wild/1.jpg", "f/forest/wild/2.jpg")
 HEAD = "file_name,label\n"
 BY_CSV, BY_DATASET = {"labels": "x.csv"}, {"labels": "dataset.json"}
 CARS = table("", "{0},{i},2,300,400,{i}")
@@ -141,12 +140,8 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     "Training and Testing": (MRI, "", {}, [
         "labels=folders: 2 classes (Testing, Training); labels=parents: 2 classes (glioma, none) of 4 folders"]),
     "both, as typed": (MRI, "", {"labels": "parents"}, "glioma none glioma none"),
-    "training_set/training_set": ({name.replace("Training", "training_set/training_set"): content
-                                   for name, content in MRI.items()}, "", {}, ["may be labelled in several ways"]),
     "train.X1 … val.X": (IN100, "", {}, [
         "labels=folders: 3 classes (train.X1, train.X2, val.X); labels=parents: 2 classes (n01, n02) of 3 folders"]),
-    "Places365's letters": (PLACES, "", {}, [
-        "labels=folders: 2 classes (a, f); labels=parents: 2 classes (airfield, wild) of 3 folders"]),
     "DomainNet's domains": (numbered("real/zebra/0.jpg", "clipart/zebra/1.jpg", "clipart/ant/2.jpg"), "", {}, [
         "labels=folders: 2 classes (clipart, real); labels=parents: 2 classes (ant, zebra) of 3 folders"]),
     "Tiny-ImageNet's train": (numbered("n1/images/0.JPEG", "n2/images/1.JPEG"), "", {"labels": "folders"}, "n1 n2"),
@@ -174,7 +169,7 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     "one image as .png and .jpg": (numbered("cat/0.png", "dog/1.png") | {"cat/0.jpg": png(0)}, "", {},
                                    ["cat/0.jpg and cat/0.png, which would count as two images"]),
     "a setting that nothing reads": (MRI, "Training", {"label": "kind"}, ["label_column=kind would change nothing"]),
-    "a wrong word": (MRI, "", {"labels": "folder"}, ["labels=", "folder is not a file, nor one of folders, parents"]),
+    "a wrong word": (MRI, "", {"labels": "folder"}, ["folder is not a file, looked for from /", ", nor one of fo"]),
     "an RGB TIFF of 16 bits that holds 12": (numbered("cat/0.png", "dog/1.png") | {"dog/2.tif": tiff_of_12_bits()}, "",
                                              {}, ["more than 8 bits a value: scale them from the range that you know"]),
     # Names.
@@ -217,6 +212,7 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     "a short row": (FLAT | {"x.csv": table(HEAD, "{0}")}, "", BY_CSV, ["row 2 has 1 columns"]),
     "numbers as labels": (FLAT | {"x.csv": table(HEAD, "{0},{i}")}, "", BY_CSV, "0 1 2 3 4 5"),
     "pandas' floats": (FLAT | {"x.csv": table(HEAD, "{0},{i}.0")}, "", BY_CSV, ["the label 0.0: number classes 0, 1"]),
+    "a space after the comma": (FLAT | {"x.csv": table(HEAD, "{0}, {i}")}, "", BY_CSV, ["' 0', which is neither"]),
     "-1 for no class": (FLAT | {"x.csv": table(HEAD, "{0},-1")}, "", BY_CSV, ["the label -1"]),
     "images without a label": (FLAT | {"x.csv": table(HEAD, "{0},")}, "", BY_CSV, ["no class for 6 of the 6 images"]),
     "two labels of one image": (FLAT | {"x.csv": f"{HEAD}0.png,a\n0.png,b\n"}, "", BY_CSV, ["gives 0.png two classes"]),

@@ -173,10 +173,11 @@ def stats(mean, std):
     return lambda source: torch.save({"mean": mean, "std": std}, source / STATS)
 
 
-def beside_sdxl(root):
-    """Writes a set beside the config.json of SDXL's autoencoder, and copies that where settings can name it."""
-    (root / "sdxl").mkdir()
-    (root / "sdxl/config.json").write_text('{"_class_name": "AutoencoderKL", "scaling_factor": 0.13025}')
+def beside_vaes(root):
+    """Writes a set beside the config.json of SDXL's autoencoder and of sd-vae-ft-ema, which records no scale."""
+    for name, scale in (("sdxl", ', "scaling_factor": 0.13025'), ("ft-ema", "")):
+        (root / name).mkdir()
+        put(f"{name}/config.json", f'{{"_class_name": "AutoencoderKL"{scale}}}')(root)
     return write_fastdit(root)
 
 
@@ -236,14 +237,15 @@ IMPORTED = {  # what was brought, settings, what the stored values become, value
     "YuchuanTian/U-DiT#13, features of 512 pixels, by step and rank": (
         made(write_fastdit, name="imagenet512", file="{step}_{rank}.npy"), FAST, np.copy, {}),
     "MochiDiffusion/MochiDiffusion#315, scaled for SDXL's VAE": (
-        beside_sdxl, FAST | {"autoencoder": "sdxl"}, np.copy, {"scale": 0.13025}),
+        beside_vaes, FAST | {"autoencoder": "sdxl"}, np.copy, {"scale": 0.13025}),
+    "a copy of sd_vae_ema": (beside_vaes, FAST | {"autoencoder": "ft-ema"}, np.copy, {"scale": 0.18215}),
 }
 
 
 @pytest.mark.parametrize("form", IMPORTED)
 def test_stored_values_become_what_the_codes_own_loader_makes_of_them_with_their_labels(form, tmp_path):
     bring, settings, expected, recorded = IMPORTED[form]
-    settings = settings | ({"autoencoder": str(tmp_path / "sdxl")} if "autoencoder" in settings else {})
+    settings = settings | {key: str(tmp_path / settings[key]) for key in settings if key == "autoencoder"}
     source, values = bring(tmp_path)
     sides = [expected(rows).astype(np.float16) for rows in (values if isinstance(values, tuple) else (values,))]
     metadata, arrays = import_latents(source, tmp_path / "out", shard_size=5, **settings)
@@ -324,6 +326,7 @@ REFUSED = [  # what was brought, settings, words
     # pairs; facebookresearch/DiT#13
     (made(write_fastdit, each("imagenet256_features", lambda z: z * 5.5)), FAST, "root mean square is 5"),
     (made(write_fastdit), FAST | {"scale": 0.18215}, "root mean square is 0.182"),
+    (made(write_fastdit), FAST | {"autoencoder": "stabilityai/sdxl-vae"}, "nor a local folder or file"),
     (made(write_fastdit, lambda source: (source / "imagenet256_features").rename(source / "x")), FAST, "not none"),
     # safetensors
     (made(write_lightningdit, channels=4, flip=False, stats=False), LIGHT, "latent_norm=false"),

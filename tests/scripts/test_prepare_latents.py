@@ -23,6 +23,7 @@ from spoils import refused
 from test_images import noise
 from test_labels import encoded
 
+from latents import writer
 from latents.folder import open_latents
 from latents.images import ImageSource
 from runtime.files import sha256
@@ -148,19 +149,21 @@ def test_a_teachers_tokens_are_those_of_the_image_and_of_its_mirror_image(pets, 
     refused(lambda: again(teacher=pooled, patch_size=4), "patch_size was 8 and is now 4")
 
 
-def test_unreadable_files_are_counted_listed_and_left_out(pets, tmp_path, capsys):
+def test_unreadable_files_are_counted_listed_and_left_out(pets, tmp_path, monkeypatch, capsys):
     whole = (pets / "dog" / "4.png").read_bytes()
     (pets / "dog" / "4.png").write_bytes(whole[:300])
     for k in range(4):  # the whole first shard
         (pets / "cat" / f"{k}.png").write_bytes(b"no image")
     (pets / "cat" / "notes.txt").write_text("hello")
+    (pets / "cat" / "more.txt").write_text("hello")
+    monkeypatch.setattr(writer, "MOST_NAMES", 6)
     prepare(pets, tmp_path / "out", shard_size=4, batch_size=2)
     metadata, arrays = read_folder(tmp_path / "out")
-    assert metadata["unreadable"] == ["cat/notes.txt", *(f"cat/{k}.png" for k in range(4)), "dog/4.png"]
+    assert metadata["unreadable"] == [*(f"cat/{k}.png" for k in range(4)), "dog/4.png", "cat/more.txt"]
     assert metadata["count"] == 5 and [shard["count"] for shard in metadata["shards"]] == [3, 2]
     assert arrays["labels"].tolist() == [1, 1, 2, 2, 2] and metadata["num_classes"] == 3
     printed = capsys.readouterr().out
-    assert "6 files are not in the set" in printed and "cat/0.png: not an image of a known kind" in printed
+    assert "7 files are not in the set" in printed and "cat/0.png: not an image of a known kind" in printed
     assert "cat/notes.txt: does not look like an image" in printed
 
 
