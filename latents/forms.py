@@ -21,7 +21,7 @@ from autoencoder import SD_VAE_SCALE, Convention
 from latents.listing import Listing, find_tars, list_folder, list_tars, list_zip, stamp_of, tar_members
 from runtime.files import NPY_ERRORS, is_pointer, parse_json, refuse_pointer
 from runtime.schema import first_line
-from weights.autoencoders import STATISTICS, own_convention, read_statistics
+from weights.autoencoders import HUB_NAMES, STATISTICS, own_convention, read_statistics
 
 # ---- forms ----------------------------------------------------------------------------------------------------------
 
@@ -140,6 +140,11 @@ def open_stored(
         raise ValueError(f"source={source} holds arrays of shape {stored.shape}, but {form.whose} has "
                          f"({form.channels or 'C'}, R, R), channels first. Another shape means another format, another "
                          f"autoencoder, or images that are not square.")
+    channels //= 2 if form.kind == "moments" else 1
+    if stored.form.autoencoder in HUB_NAMES and channels != 4:
+        raise ValueError(f"source={source} holds latents of {channels} channels, read with kind={form.kind}, but "
+                         f"{stored.form.autoencoder}'s have 4: correct kind= or latent_norm=, or set autoencoder= "
+                         f"(none if it is unknown).")
     return stored
 
 

@@ -104,9 +104,9 @@ def own_convention(name: str) -> Convention | None:
         return Convention(SD_VAE_SCALE)
     if name == NONE or runs_code(name) or Path(name).is_file():
         return None
+    config = _read_config(name)
     import diffusers  # slow: takes seconds
 
-    config = _read_config(name)
     with torch.device("meta"):  # the class completes older configs, such as that of sd_vae_ema, which has no scale
         network = getattr(diffusers, config["_class_name"]).from_config(config)
     return Convention.from_config(network.config, name)

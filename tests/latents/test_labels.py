@@ -121,7 +121,6 @@ def dataset(labels) -> dict[str, str]:
 INTEL = numbered("seg_train/seg_train/sea/0.jpg", "seg_train/seg_train/ice/1.jpg", "seg_test/seg_test/sea/2.jpg",
                  "seg_test/seg_test/ice/3.jpg", "seg_pred/seg_pred/4.jpg")
 MRI = numbered("Training/glioma/0.png", "Training/none/1.png", "Testing/glioma/2.png", "Testing/none/3.png")
-IN100 = numbered("train.X1/n01/0.JPEG", "train.X2/n02/1.JPEG", "val.X/n01/2.JPEG")
 HEAD = "file_name,label\n"
 BY_CSV, BY_DATASET = {"labels": "x.csv"}, {"labels": "dataset.json"}
 CARS = table("", "{0},{i},2,300,400,{i}")
@@ -140,10 +139,6 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     "Training and Testing": (MRI, "", {}, [
         "labels=folders: 2 classes (Testing, Training); labels=parents: 2 classes (glioma, none) of 4 folders"]),
     "both, as typed": (MRI, "", {"labels": "parents"}, "glioma none glioma none"),
-    "train.X1 … val.X": (IN100, "", {}, [
-        "labels=folders: 3 classes (train.X1, train.X2, val.X); labels=parents: 2 classes (n01, n02) of 3 folders"]),
-    "DomainNet's domains": (numbered("real/zebra/0.jpg", "clipart/zebra/1.jpg", "clipart/ant/2.jpg"), "", {}, [
-        "labels=folders: 2 classes (clipart, real); labels=parents: 2 classes (ant, zebra) of 3 folders"]),
     "Tiny-ImageNet's train": (numbered("n1/images/0.JPEG", "n2/images/1.JPEG"), "", {"labels": "folders"}, "n1 n2"),
     # Folders.
     "class folders": (numbered("dog/0.png", "cat/1.png", "dog/2.png"), "", {}, "dog cat dog"),

@@ -330,6 +330,7 @@ REFUSED = [  # what was brought, settings, words
     (made(write_fastdit, lambda source: (source / "imagenet256_features").rename(source / "x")), FAST, "not none"),
     # safetensors
     (made(write_lightningdit, channels=4, flip=False, stats=False), LIGHT, "latent_norm=false"),
+    (made(write_lightningdit), LIGHT | {"latent_norm": False}, "of 6 channels, read with kind=sample, but sd_v"),
     (made(write_lightningdit, labels=torch.arange(3)), LIGHT, "has 3 labels"),
     (made(write_lightningdit, latents_flip=torch.zeros(5, 6, 8, 8)), LIGHT, "(5, 6, 8, 8)"),
     (made(write_lightningdit, cut(f"{SHARD}.safetensors")), LIGHT, f"{SHARD}.safetensors is not a complete"),
@@ -339,8 +340,10 @@ REFUSED = [  # what was brought, settings, words
     # tars; CompVis/tread#13, soran-ghaderi/torchebm#304, google-deepmind/representations4d#13,
     # Zhendong-Wang/Patch-Diffusion#2, webdataset/webdataset#157, huggingface/diffusers#7188
     (made(write_tread), {"format": "tread"}, "tars do not record what they hold: set kind=sample"),
-    (made(write_tread, values=log_moments()), TREAD | {"scale": 0.18215}, "look like [mean, log-variance]"),
+    (made(write_tread, values=log_moments()), TREAD | {"scale": 0.18215, "autoencoder": "none"},
+     "look like [mean, log-variance]"),
     (made(write_tread, values=moments()), TREAD | {"kind": "moments"}, "write 2 * log(std) instead"),
+    (made(write_tread), TREAD | {"kind": "moments"}, "latents of 2 channels, read with kind=moments, but sd_vae_ema's"),
     (made(write_tread, values=normal(COUNT, 8, 8, 4)), TREAD, "R, R), channels first"),
     (made(write_tread, values=normal(COUNT, 4, 8, 16)), TREAD, "images that are not square"),
     (made(write_tread, values=np.full((COUNT, 4, 8, 8), np.nan, np.float32)), TREAD, "not finite"),
