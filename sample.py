@@ -156,8 +156,8 @@ def compare_guided(cfg: GridSettings) -> None:
     sampling = open_sampling(state, cfg, most_classes=GRID_CLASSES)
     trained = sampling.trained
     if not isinstance(trained.diffusion, RF) or sampling.guidance is None:
-        raise ValueError(f"rf.py samples flow matching (diffusion=rf) with and without guidance, such as scale=1.5, "
-                         f"not {trained.recorded['diffusion']['name']} with scale={as_text(cfg.scale)}: see sample.py.")
+        raise ValueError(f"rf.py compares guided and unguided flow matching (diffusion=rf), so it cannot sample "
+                         f"{trained.recorded['diffusion']['name']} with scale={as_text(cfg.scale)}: use sample.py.")
     seeds = list(range(8 * len(sampling.classes))) if cfg.seeds is None else parse_seeds("seeds", cfg.seeds)
     if cfg.out:
         out = Path(cfg.out)

@@ -102,7 +102,7 @@ def train_step(
 
 
 def trained_weights(net: nn.Module) -> list[nn.Parameter]:
-    """Lists the parameters that are trained, once: the walk over the modules takes far longer than an average."""
+    """Lists the trained parameters. Call it once, as walking the modules takes longer than updating an average."""
     return [p for p in net.parameters() if p.requires_grad]
 
 
@@ -259,8 +259,8 @@ def evaluate(run: Run) -> None:
     for name, scale in itertools.product(cfg.weights, cfg.guidance_scales):
         of = f"{name}_{cfg.num_steps}_steps" + ("" if scale is None else f"_guided_{scale:g}")
         if (name, scale) in scored:
-            accelerator.print(f"step {run.step}  {of} has been scored before: {results}; fid.py scores with other "
-                              f"settings")
+            accelerator.print(f"step {run.step}  {of} has been scored before, in {results}; to score it with other "
+                              f"settings use fid.py")
             continue
         began = time.perf_counter()
         weights = describe_weights(str(run.folder), run.step, name, run.autoencoder, run.cfg.decode_precision,

@@ -381,7 +381,7 @@ def by_axis(function: Callable[[Any, Any], Any], value: Any, axis: Any) -> Any:
     if not isinstance(axis, tuple) or value is None:
         return mapped(lambda part: function(part, axis), value)
     if not isinstance(value, tuple | list) or len(value) != len(axis):
-        raise ValueError(f"along= has the axes {axis} for the parts of an argument that is no tuple of {len(axis)}.")
+        raise ValueError(f"along= has the axes {axis} for the parts of an argument that is not a tuple of {len(axis)}.")
     return type(value)(by_axis(function, part, each) for part, each in zip(value, axis, strict=True))
 
 

@@ -198,8 +198,8 @@ class Pass:
         family, network, mask = routing.family, routing.network, routing.options.keep_mask
         for name in () if routing.is_described else families.PAST_A_ROUTE:
             if arguments.get(name) not in (None, ()):
-                raise ValueError(f"{name} goes to blocks inside a route, past the routed tokens: call the network "
-                                 f"without {name}, or without routed().")
+                raise ValueError(f"{name} gives blocks inside a route values for all tokens, so the network cannot be "
+                                 f"routed: call it without {name}, or without routed().")
         self.front = family.front(network, arguments) if family.front else routing.options.keep or 0     # or (B,)
         self.free = family.free(network, arguments) if family.free else 0
         self.keep_mask = mask(arguments) if callable(mask) else mask        # (B, free) bool: these are kept
@@ -306,8 +306,8 @@ class Pass:
             front = int(self.front.max()) if isinstance(self.front, Tensor) else self.front
             self.free = length - front - (self.text if block.joined else 0)
         if int(self.free * block.route.selection_ratio) < 1:
-            raise ValueError(f"{block}: {length - self.free} of {length} tokens are never routed, and of the others "
-                             f"too few to route any; see keep=. Tokens are (B, N, D), the second axis of "
+            raise ValueError(f"{block}: {length - self.free} of {length} tokens are never routed, and the others are "
+                             f"too few to route any; see keep=. Tokens are counted along the second axis of "
                              f"{tuple(x.shape)}.")
         noise = routing.options.mask_noise
         if noise is not None:
@@ -593,7 +593,7 @@ def needs_gradient(what: str) -> None:
 
 
 def must_be(name: str, value: Any, dtype: torch.dtype, shape: tuple[int, ...], axes: str) -> None:
-    """Raises ValueError for an option that is no tensor of this dtype and shape."""
+    """Raises ValueError for an option that is not a tensor of this dtype and shape."""
     kind = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
     if kind != f"{dtype} {shape}":
         raise ValueError(f"{name} is {kind}, but it must be {dtype} {shape}: {axes}.")
