@@ -130,7 +130,7 @@ def as_line(row: dict, steps: int, lowest: float = math.inf) -> str:
     loss, norm = (f"{row[name]:.4f}" if row[name] is not None else "not finite" for name in ("loss", "grad_norm"))
     terms = "".join(f"  {name.removeprefix('loss_')} {value:.4f}" for name, value in row.items()
                     if name.startswith("loss_") and value is not None)
-    high = (row["loss"] or 0) / lowest if lowest > 0 else 0
+    high = row["loss"] / lowest if lowest > 0 and (row["loss"] or 0) > 2 * max(lowest, 0.1) else 0  # terms lead near 0
     return (
         f"step {row['step']}/{steps}  loss {loss}{terms}  lr {row['lr']:.2e}  grad {norm}  "
         f"{row['img_per_sec']:,.{int(row['img_per_sec'] < 10)}f} img/s  {row['sec_per_step']:.3f} s/step  "

@@ -27,7 +27,7 @@ from dit import DiT_models
 from edm import EDM
 from runtime import files
 from scripts import prepare_latents
-from train import report, start_trackers, timed_out_of_speed, train_step
+from train import as_line, report, start_trackers, timed_out_of_speed, train_step
 from training import speed
 from training.run import Run, Sums, choose_sizes
 from training.settings import TrainSettings
@@ -336,6 +336,14 @@ def test_compilation_is_announced_until_the_first_step_is_done(shapes, tmp_path,
     first, finished = (trained(tmp_path / "run", shapes, "compile=true", "steps=2") for _ in range(2))
     assert re.search(r"compiling \(compile=true\): .*\nstep 1/2 .* s  including compilation\nstep 2/2 .* s\n", first)
     assert "compiling (" not in finished
+
+
+def test_a_loss_above_twice_the_lowest_is_pointed_out_unless_a_term_has_brought_that_near_zero():
+    row = dict.fromkeys(("step", "lr", "grad_norm", "img_per_sec", "sec_per_step", "peak_memory_gib", "images",
+                         "elapsed_s", "skipped"), 1)
+    for loss, lowest, times in ((0.5, 0.2, "2.5"), (0.5, 0.04, "12.5"), (0.05, 0.01, None), (0.3, -0.1, None)):
+        line = as_line(row | {"loss": loss}, 9, lowest)
+        assert (f"  {times} times the lowest loss" in line) == ("lowest" in line) == (times is not None)
 
 
 def bare_run(folder):

@@ -245,7 +245,7 @@ def check_chosen(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> None:
     if typed.get("model") == "dit" and cfg.model.routes and not any("routes" in key for key in cli_overrides):
         raise ValueError("model=dit would train on a route, as the experiment sets model.routes: write model.routes=[] "
                          "as well.")
-    is_named = cfg.model.name in cfg.name or {"name", "run_dir"} & cli_overrides.keys()
+    is_named = cfg.name.endswith(cfg.model.name) or {"name", "run_dir"} & cli_overrides.keys()
     if typed and "experiment" in cli_overrides and not is_named:
         changed = " ".join(f"{key}={value}" for key, value in typed.items())
         raise ValueError(f"name={cfg.name} is the experiment's name for its own network: beside {changed} give "
@@ -263,9 +263,6 @@ def check_effect(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> None:
         (cfg.init_from, ["diffusion_name", "new_label_table"], "it describes the weights of init_from=<weights>"),
         (cfg.evaluate.every or "evaluate.every" in cli_overrides, ["evaluate"],
          f"nothing is scored in training; give evaluate.every={cfg.checkpoint.every} as well"),
-        (cfg.checkpoint.keep_every % cfg.checkpoint.every == 0, ["checkpoint.keep_every"],
-         f"it keeps checkpoints, which are saved every checkpoint.every={cfg.checkpoint.every} steps; give a "
-         f"multiple of that"),
     ):
         if not is_read:
             refuse(cli_overrides, *names, why=why)

@@ -255,18 +255,20 @@ def load(folder: Path, name: str) -> dict[str, Tensor]:
 
 
 def prune(run: Path, step: int, keep_last: int, keep_every: int) -> None:
-    """Deletes checkpoints up to `step`, except the newest `keep_last` and multiples of `keep_every` (0: none).
+    """Deletes checkpoints up to `step`, except the newest `keep_last` and those that `keep_every` keeps.
 
-    The newest `keep_last` sound checkpoints are kept, too. A checkpoint that was saved because the run was stopped
-    counts only if it is at `step`. So a stopped run ends with the same checkpoints as an uninterrupted one. Also
-    deletes leftovers of killed saves, so only the process that has locked the run may call it.
+    These are the first at or after each of its multiples (0: none). The newest `keep_last` sound checkpoints are kept,
+    too. A checkpoint that was saved because the run was stopped counts only if it is at `step`. So a stopped run ends
+    with the same checkpoints as an uninterrupted one. Also deletes leftovers of killed saves, so only the process that
+    has locked the run may call it.
     """
     for left in (run / "checkpoints").glob(".step-*.tmp"):
         remove(left)
     folders = [folder for folder in all_steps(run) if step_of(folder) <= step]
     counted = [folder for folder in folders if step_of(folder) == step or is_planned(folder)]
     sound = [folder for folder in counted if is_sound(folder)]
-    regular = [folder for folder in counted if keep_every and step_of(folder) % keep_every == 0]
+    first = {step_of(folder) // keep_every: folder for folder in reversed(counted)} if keep_every else {}
+    regular = [folder for multiple, folder in first.items() if multiple]
     for folder in {*folders} - {*counted[-keep_last:], *sound[-keep_last:], *regular}:
         # Renamed first, so that a kill in the middle leaves no half checkpoint under a valid name.
         doomed = folder.with_name(f".{folder.name}.tmp")

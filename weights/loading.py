@@ -97,7 +97,7 @@ def find_checkpoint(path: str | Path, weights: str | None = None) -> Checkpoint:
     hub = (f" As {place.parent} is here, {path} is not looked up on the Hugging Face Hub: run `hf download {path} "
            f"--local-dir {place.name}`, and name that folder." if is_hub_name(str(path)) and not place.exists() else "")
     raise ValueError(f"There is no run, checkpoint folder or weights file at {path}. Training keeps the newest "
-                     f"checkpoint.keep_last and those of checkpoint.keep_every. Set checkpoint=runs/<name>, "
+                     f"checkpoint.keep_last and those of checkpoint.keep_every. Name runs/<name>, "
                      f"runs/<name>/checkpoints/step-…, or a .safetensors or .pt file.{hub}")
 
 

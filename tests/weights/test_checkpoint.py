@@ -103,9 +103,9 @@ def test_the_last_good_checkpoint_is_older_than_the_trouble_and_complete(tmp_pat
     assert checkpoints.last_sound(tmp_path, before=1) is None
 
 
-def test_the_checkpoint_of_a_stop_counts_while_it_is_the_newest(tmp_path):
-    for steps, expected in (([4, 6], [4, 6]), ([8], [4, 8]), ([12], [8, 12]), ([14], [12, 14]), ([15], [12, 15]),
-                            ([16], [12, 16])):
+def test_the_first_from_each_multiple_is_kept_and_that_of_a_stop_counts_while_it_is_the_newest(tmp_path):
+    for steps, expected in (([4, 6], [4, 6]), ([8], [4, 8]), ([12], [8, 12]), ([14], [8, 12, 14]), ([16], [8, 12, 16]),
+                            ([20], [8, 12, 16, 20]), ([24], [8, 12, 20, 24])):
         for step in steps:
             save(tmp_path, step, planned=step % 4 == 0)
         checkpoints.prune(tmp_path, steps[-1], keep_last=2, keep_every=6)
