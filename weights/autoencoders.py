@@ -97,13 +97,15 @@ def samples_only(name: str) -> bool:
 
 
 def own_convention(name: str) -> Convention | None:
-    """Returns an autoencoder's published convention without its weights, or None for a file or function."""
+    """Returns an autoencoder's published convention without its weights, or None for a decoder that is code."""
     if name == "identity":
         return Convention()
     if name in HUB_NAMES:
         return Convention(SD_VAE_SCALE)
-    if name == NONE or runs_code(name) or Path(name).is_file():
+    if name == NONE or runs_code(name):
         return None
+    if Path(name).is_file():
+        return read_statistics(Path(name).with_name(STATISTICS))
     config = _read_config(name)
     import diffusers  # slow: takes seconds
 

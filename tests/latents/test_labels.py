@@ -136,9 +136,7 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     "Intel's seg_train, seg_test, seg_pred": (INTEL, "", {}, [
         "set one: labels=folders: 3 classes (seg_pred, seg_test, seg_train); labels=parents: 3 classes (ice, sea, "
         "seg_pred) of 5 folders; labels=none: 1 class (all); or labels=<file>.csv, as in docs/data.md."]),
-    "Training and Testing": (MRI, "", {}, [
-        "labels=folders: 2 classes (Testing, Training); labels=parents: 2 classes (glioma, none) of 4 folders"]),
-    "both, as typed": (MRI, "", {"labels": "parents"}, "glioma none glioma none"),
+    "Training and Testing, as typed": (MRI, "", {"labels": "parents"}, "glioma none glioma none"),
     "Tiny-ImageNet's train": (numbered("n1/images/0.JPEG", "n2/images/1.JPEG"), "", {"labels": "folders"}, "n1 n2"),
     # Folders.
     "class folders": (numbered("dog/0.png", "cat/1.png", "dog/2.png"), "", {}, "dog cat dog"),
@@ -156,10 +154,6 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     "one folder": (numbered("jpg/0.png", "jpg/1.png"), "", {}, ["labels=folders: 1 class (jpg); labels=none"]),
     "Flowers' imagelabels.mat": (inside("jpg", FLAT) | {"imagelabels.mat": b"MATLAB 5.0"}, "",
                                  {"labels": "imagelabels.mat"}, ["its suffix is not .json, .csv or .jsonl: wr"]),
-    "Food-101's {class: [names]}": (inside("images/waffles", FLAT) | {"meta.json": '{"waffles": ["waffles/0"]}'}, "",
-                                    {"labels": "meta.json"}, ['meta.json is not EDM\'s {"labels": ']),
-    "LSUN's lmdb": ({"bedroom_lmdb/data.mdb": b"", "bedroom_lmdb/lock.mdb": b""}, "bedroom_lmdb", {},
-                    ["holds no images among 2 files, such as ", ".mdb"]),
     "source='photos/*'": (inside("photos", MRI), "photos/*", {}, ["names 2 paths", "photos/T", "source=", "/photos."]),
     "one image as .png and .jpg": (numbered("cat/0.png", "dog/1.png") | {"cat/0.jpg": png(0)}, "", {},
                                    ["cat/0.jpg and cat/0.png, which would count as two images"]),
