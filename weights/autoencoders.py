@@ -39,12 +39,8 @@ def load_autoencoder(
         return Identity(device, convention)
     if Path(name).is_file():
         with as_recorded(Path(name)):
-            vae, statistics = _from_ldm(Path(name)).to(dtype), Path(name).with_name(STATISTICS)
-        if convention is None and not statistics.is_file():
-            raise ValueError(f"autoencoder={name} does not record how its latents are scaled: put its {STATISTICS} "
-                             f"next to it.")
-        convention = convention or read_statistics(statistics)
-        return DiffusersAutoencoder(name, vae, device, convention)
+            vae = _from_ldm(Path(name)).to(dtype)
+        return DiffusersAutoencoder(name, vae, device, convention or own_convention(name))
     folder = name
     if repo := HUB_NAMES.get(name):
         folder = from_hub(repo, "config.json", "diffusion_pytorch_model.safetensors", remedy=(
@@ -105,7 +101,10 @@ def own_convention(name: str) -> Convention | None:
     if name == NONE or runs_code(name):
         return None
     if Path(name).is_file():
-        return read_statistics(Path(name).with_name(STATISTICS))
+        if not (statistics := Path(name).with_name(STATISTICS)).is_file():
+            raise ValueError(f"autoencoder={name} does not record how its latents are scaled: put its {STATISTICS} "
+                             f"next to it.")
+        return read_statistics(statistics)
     config = _read_config(name)
     import diffusers  # slow: takes seconds
 
