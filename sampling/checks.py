@@ -27,7 +27,8 @@ def sampler_settings(diffusion: EDM | RF, chosen: Mapping[str, float | str | Non
     for name, value in chosen.items():
         if name not in defaults:
             raise ValueError(f"sampler.{name}={value}: {sampler} has no such setting; it has {', '.join(defaults)}.")
-    settings = {name: value for name, value in (defaults | chosen).items() if value is not None}
+    changed = {name: value for name, value in chosen.items() if value != defaults[name]}  # so 80.0 is recorded as 80
+    settings = {name: value for name, value in (defaults | changed).items() if value is not None}
     for low, high in (("sigma_min", "sigma_max"), ("S_min", "S_max")):
         if low in settings and settings[low] >= settings[high]:
             raise ValueError(f"sampler.{low}={settings[low]} is not below sampler.{high}={settings[high]}.")

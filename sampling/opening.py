@@ -49,7 +49,11 @@ def open_sampling(
     if cfg.scale is not None and cfg.weak not in (None, "required"):
         weak = find_on_main_rank(state, cfg.weak)
     guidance, guidance_record = build_guidance(cfg, trained, state.device, weak)
-    sampling_cost(net, trained.diffusion, cfg.num_steps, guidance, **sampler)  # raises now what sampling would raise
+    # Raises now what sampling would raise.
+    guided, plain = (sampling_cost(net, trained.diffusion, cfg.num_steps, each, **sampler) for each in (guidance, None))
+    if guidance and guidance.interval and guidance.scale != 1 and guided[0] == plain[0]:
+        raise ValueError(f"interval={list(guidance.interval)} holds none of the sampler's noise levels, so nothing "
+                         f"would be guided: widen it, or raise num_steps=.")
     if empty := empty_classes(trained.classes, net.num_classes):
         state.print(empty)
     classes = parse_classes("classes", cfg.classes, net.num_classes, trained.class_names,

@@ -129,10 +129,6 @@ def build_guidance(
     if settings.weak == "required":
         raise ValueError("This guidance needs weak=<an earlier or smaller checkpoint>, the network of its weak pass.")
     ratios = ends(settings.gamma1) + ends(settings.gamma2)
-    is_same = not (settings.drop_label or settings.weak) and settings.gamma1 == settings.gamma2
-    if (settings.scale != 1 and is_same) or (settings.routes and not any(ratios)):
-        raise ValueError(f"scale={settings.scale:g} guides nothing, as both passes are the same, or no token takes "
-                         f"routes=: set drop_label=true, gamma2= above gamma1=, or weak=.")
     if 1 in ratios and settings.routes is None and not any(route.path_drop for route in trained.net.routes):
         raise ValueError("guidance=path_drop, or a ratio of 1, skips the blocks of the network's route, but it was "
                          "not trained for that (path_drop): choose guidance=tread, or name blocks by routes=.")
@@ -152,6 +148,12 @@ def build_guidance(
         if differences := other_data(weak, names, trained.convention):
             raise ValueError(f"weak={settings.weak} was trained on other data: {' and '.join(differences)}. Their "
                              f"predictions cannot be mixed.")
+    routed = [int(ratio * trained.net.pos_embed.shape[1]) for ratio in ratios]  # tokens, at both ends of both passes
+    is_other = settings.drop_label or routed[:2] != routed[2:] or weak is not None and (
+        weak.checkpoint.sha256, weak.weights) != (trained.checkpoint.sha256, trained.weights)
+    if (settings.scale != 1 and not is_other) or (settings.routes and not any(routed)):
+        raise ValueError(f"scale={settings.scale:g} guides nothing, as both passes are the same, or no token takes "
+                         f"routes=: set drop_label=true, a higher gamma2=, or weak=<another network>.")
     routes = None if settings.routes is None else tuple(
         Route(selection_ratio=0.0, **route.model_dump()) for route in settings.routes)
     guidance = Guidance(settings.scale, settings.gamma1, settings.gamma2, settings.drop_label, weak and weak.net,

@@ -24,7 +24,7 @@ from pydantic import Field
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from dit import multiply_adds
-from fid import ScoringSettings
+from fid import OF_SAMPLING, ScoringSettings
 from runtime import ranks
 from runtime.command import command, commit, compose, key_of
 from runtime.files import read_rows, write_text
@@ -42,7 +42,6 @@ from runtime.schema import (
     read,
     read_json,
 )
-from sampling.options import SamplingSettings
 from scripts import comparison
 from training.run_folder import tells_runs_apart
 from training.settings import TrainSettings
@@ -260,10 +259,9 @@ def score_checkpoints(cfg: StudySettings, run: Run) -> None:
 def score_floor(cfg: StudySettings) -> None:
     """Scores sets of real images, such as test images, by the same reference: what a perfect model could reach."""
     results = Path(cfg.out).resolve() / "floor" / "results.jsonl"
-    sampling = SamplingSettings.model_fields.keys() - {"batch_size"}
+    measuring = [s for s in cfg.study.score if key_of(s).partition(".")[0] not in (*OF_SAMPLING, "compile")]
     for point in cfg.study.floor:
-        score_once([f"results={results}", *(s for s in cfg.study.score if s.split("=")[0] not in sampling)], point,
-                   results)
+        score_once([f"results={results}", *measuring], point, results)
 
 
 def score_once(settings: list[str], point: list[str], results: Path, step: int | None = None) -> None:

@@ -118,7 +118,7 @@ def test_grids_of_other_settings_lie_side_by_side_and_none_replaces_a_picture_of
             (["seeds=4-7"], "ema-num_steps1-seeds4-7"),
             (["classes=[ant,cat]"], "ema-classesant+cat-num_steps1-seeds0-3"),
             (["precision=bf16", "sampler.rho=5"], "ema-num_steps1-rho5.0-precisionbf16-seeds0-3"),
-            (["scale=2", "interval=[0.2,9]"], "ema-scale2.0-interval0.2+9.0-num_steps1-seeds0-3"),
+            (["scale=2", "interval=[0.2,99]"], "ema-scale2.0-interval0.2+99.0-num_steps1-seeds0-3"),
             (["batch_size=1"], None),
             (["weights=model"], "model-num_steps1-seeds0-3")):
         sample(run, None, *options, *([] if "seeds=4-7" in options else ["seeds=0-3"]))

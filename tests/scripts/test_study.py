@@ -81,7 +81,7 @@ def test_a_study_trains_scores_and_plots_and_does_nothing_twice(shapes, pixel_re
                                                                 fresh_accelerator):
     monkeypatch.setattr(study, "subprocess", SimpleNamespace(Popen=popen))
     matrix = MATRIX | {"train": [*TINY, f"data.path={shapes}", f"evaluate.reference={pixel_reference}"], "seeds": [0],
-                       "score": [*MATRIX["score"], f"reference={pixel_reference}"],
+                       "score": [*MATRIX["score"], "sampler.S_churn=0", f"reference={pixel_reference}"],
                        "floor": [[f"images={shapes}", "num_samples=4"]]}
     out, cfg = tmp_path / "study", settings(tmp_path / "study", study=matrix)
 
