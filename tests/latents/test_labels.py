@@ -210,7 +210,8 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     "metadata.parquet": (FLAT | {"metadata.parquet": parquet(file_name=[*FLAT], label=[0] * 6)}, "", {},
                          ["metadata.parquet for the images in it; or its labels, written as a .csv; labels=none"]),
     # webdataset and img2dataset.
-    ".cls files in tars": ({"0.tar": SAMPLES}, "0.tar", {}, "0 1 2 0 1 2"),
+    ".cls files in a tar that ends with an .npz, as zips do": (
+        {"0.tar": SAMPLES | {"5.npz": b"PK\5\6" + bytes(18)}}, "0.tar", {}, "0 1 2 0 1 2"),
     "two tars whose keys begin again": ({"x/0.tar": SAMPLES, "x/1.tar": {"0.png": png(6), "0.cls": "7"}}, "x", {},
                                         "0 1 2 0 1 2 7"),
     "the first one, in class folders": (numbered("cat/0.png", "dog/1.png") | {"dog/1.cls": "7"}, "", {}, [
