@@ -112,7 +112,7 @@ def test_a_cpus_experiments_are_in_bf16_where_the_processor_multiplies_it(monkey
 
 def test_a_typed_setting_without_effect_is_refused_however_equal_the_settings_are():
     cfg = settings(load("model=dit"))
-    assert check_settings(cfg, {}) == cfg
+    assert check_settings(cfg, {}) == check_settings(cfg, {"experiment": "of my own", "model": "dit"}) == cfg
     with pytest.raises(ValueError, match="would change nothing"):
         check_settings(cfg, {"model.selection": "random"})
     with pytest.raises(ValueError, match="as the experiment sets model.routes: write model.routes="):  # one's own does

@@ -245,7 +245,8 @@ def check_chosen(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> None:
     if typed.get("model") == "dit" and cfg.model.routes and not any("routes" in key for key in cli_overrides):
         raise ValueError("model=dit would train on a route, as the experiment sets model.routes: write model.routes=[] "
                          "as well.")
-    is_named = cfg.name.endswith(cfg.model.name) or {"name", "run_dir"} & cli_overrides.keys()
+    is_named = (f"-{cfg.model.name}" in f"-{cfg.name}" or cfg.name.endswith(cfg.model.name)  # and not b2_tread_v1
+                or {"name", "run_dir"} & cli_overrides.keys())
     if typed and "experiment" in cli_overrides and not is_named:
         changed = " ".join(f"{key}={value}" for key, value in typed.items())
         raise ValueError(f"name={cfg.name} is the experiment's name for its own network: beside {changed} give "
