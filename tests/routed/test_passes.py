@@ -346,4 +346,4 @@ def test_lora_on_an_8_bit_base_trains_as_if_given_only_the_kept_tokens(name):
 def test_the_lora_of_the_page_trains():
     pytest.importorskip("peft", reason="the LoRA is PEFT's, which is optional")
     page = (Path(__file__).resolve().parents[2] / "docs" / "trainers.md").read_text(encoding="utf-8")
-    exec(page.partition("## LoRA by PEFT")[2].partition("```python\n")[2].partition("```")[0], {})
+    exec(page.partition("## LoRA with PEFT")[2].partition("```python\n")[2].partition("```")[0], {})
