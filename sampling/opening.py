@@ -12,7 +12,7 @@ from sampling.checks import sampler_settings
 from sampling.generate import sampling_cost
 from sampling.options import SamplingSettings, build_guidance, empty_classes, parse_classes
 from weights import autoencoders
-from weights.loading import Checkpoint, Trained, find_on_main_rank
+from weights.loading import Trained, find_on_main_rank
 
 
 @dataclass
@@ -30,25 +30,20 @@ class Sampling:
 
 def open_sampling(
     state: PartialState, cfg: SamplingSettings, most_classes: int | None = None, as_latents: bool = False,
-    checkpoint: Checkpoint | None = None,
 ) -> Sampling:
-    """Loads what the settings name, or the checkpoint found there, before anything slow starts.
+    """Loads what the settings name before anything slow starts.
 
     If no classes are named, it samples at most the first `most_classes` that have images. With `as_latents` nothing
     is decoded, and no autoencoder is loaded. Raises ValueError for settings that cannot work.
     """
     if cfg.checkpoint is None:
         raise ValueError("Name what to sample from: checkpoint=runs/<name>, a checkpoint folder, or a weights file.")
-    checkpoint = checkpoint or find_on_main_rank(state, cfg.checkpoint, cfg.weights)
-    trained = cfg.load(checkpoint, state.device)
+    trained = cfg.load(find_on_main_rank(state, cfg.checkpoint, cfg.weights), state.device)
     if trained.inferred:
         state.print(trained.inferred)
     net = trained.net
     sampler = sampler_settings(trained.diffusion, cfg.sampler.model_dump())
-    weak = None
-    if cfg.scale is not None and cfg.weak not in (None, "required"):
-        weak = find_on_main_rank(state, cfg.weak)
-    guidance, guidance_record = build_guidance(cfg, trained, state.device, weak)
+    guidance, guidance_record = build_guidance(state, cfg, trained)
     # Raises now what sampling would raise.
     guided, plain = (sampling_cost(net, trained.diffusion, cfg.num_steps, each, **sampler) for each in (guidance, None))
     if guidance and guidance.interval and guidance.scale != 1 and guided[0] == plain[0]:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal
 
 import torch
+from accelerate import PartialState
 from omegaconf import OmegaConf
 from pydantic import Field
 
@@ -14,7 +15,7 @@ from runtime import schema
 from runtime.device import DTYPES
 from sampling.checks import check_interval
 from weights.foreign import FAMILIES
-from weights.loading import Checkpoint, Trained, load_trained, other_data
+from weights.loading import Checkpoint, Trained, find_on_main_rank, load_trained, other_data
 from weights.records import keywords
 
 MOST_SEED = 2**63 - 1  # seeds are sent between ranks, and stored, as int64
@@ -117,8 +118,7 @@ def check_guided(settings: GuidanceSettings, cli_overrides: Mapping[str, str]) -
 
 
 def build_guidance(
-    settings: GuidanceSettings, trained: Trained, device: torch.device | str = "cpu",
-    weak_checkpoint: Checkpoint | None = None,  # the one that `weak` names; None: opened here
+    state: PartialState, settings: SamplingSettings, trained: Trained,
 ) -> tuple[Guidance | None, dict | None]:
     """Builds guidance and its record from its settings, loading a weak network; None, None where `scale` is None.
 
@@ -133,12 +133,12 @@ def build_guidance(
         raise ValueError("guidance=path_drop, or a ratio of 1, skips the blocks of the network's route, but it was "
                          "not trained for that (path_drop): choose guidance=tread, or name blocks by routes=.")
     if settings.interval:
-        check_interval(settings.interval, trained.diffusion, dict(getattr(settings, "sampler", {})))
+        check_interval(settings.interval, trained.diffusion, settings.sampler.model_dump())
     weak = None
     if settings.weak:
         same = {"diffusion": trained.family or trained.recorded["diffusion"]["name"],
                 "num_classes": trained.net.num_classes}
-        weak = load_trained(weak_checkpoint or settings.weak, like=same, device=device)
+        weak = load_trained(find_on_main_rank(state, settings.weak), like=same, device=state.device)
         strong_data, weak_data = (getattr(one.diffusion, "sigma_data", None) for one in (trained, weak))
         if type(weak.diffusion) is not type(trained.diffusion) or strong_data != weak_data:
             raise ValueError(f"weak={settings.weak} was trained with {type(weak.diffusion).__name__} "
