@@ -88,8 +88,7 @@ def number_classes(classes: Sequence[object], listed: Sequence[object], where: s
 
     Raises ValueError for other numbers, for what is neither a number nor text, and for spaces around a label.
     """
-    if odd := [value for value in listed if value is not None and (
-            type(value) not in (int, str) or str(value) != str(value).strip())]:
+    if odd := [value for value in listed if type(value) is not int and value not in (None, str(value).strip())]:
         raise ValueError(f"{where} has the label {odd[0]!r}, which is neither a whole number nor text without spaces "
                          f"around it: correct it.")
     texts = {str(value) for value in listed if value not in (None, "")}
