@@ -218,8 +218,6 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
         "labels=folders: 2 classes (cat, dog); labels=cls: the .cls of each image"]),
     "img2dataset's output_format=files": (IMG2DATASET, "", {}, [
         "labels=folders: 2 classes (00000, 00001); labels=", "0.json is not EDM's {", "write a .csv, as docs/data.md"]),
-    "its parquet files beside the images": (inside("00000", FLAT) | {"00000.parquet": parquet(key=[1])}, "", {},
-                                            ["labels=folders: 1 class", "00000.parquet for the images in it"]),
     "a set of tars with one missing": ({"x/0.tar": SAMPLES, "x/1.tar": SAMPLES}, "x/{0..2}.tar", {},
                                        ["names 3 files, but 1 of them are missing, such as ", "x/2.tar"]),
     # Parquet.
