@@ -1,7 +1,6 @@
-"""What a sampler accepts: its settings, and the noise levels where guidance applies."""
+"""What a sampler accepts as its settings."""
 
 import inspect
-import math
 from collections.abc import Callable, Mapping
 
 from edm import EDM
@@ -36,16 +35,3 @@ def sampler_settings(diffusion: EDM | RF, chosen: Mapping[str, float | str | Non
     if churn and "S_churn" not in chosen:
         raise ValueError(f"{' '.join(churn)} would change nothing without churn: also set sampler.S_churn=40.")
     return settings
-
-
-def check_interval(interval: tuple[float, float], diffusion: EDM | RF, sampler: Mapping) -> None:
-    """Raises ValueError for an interval of guidance that does not fit the diffusion's noise levels."""
-    is_flow = isinstance(diffusion, RF)
-    settings = {} if is_flow else sampler_settings(diffusion, sampler)
-    low, high = ((0, 1) if is_flow else
-                 (settings["sigma_min"], settings["sigma_max"]) if "sigma_max" in settings else
-                 (diffusion.sigmas[0].item(), diffusion.sigmas[-1].item()))
-    is_sigma = is_flow and 1 < interval[1] < math.inf
-    if interval[0] >= interval[1] or interval[1] < low or interval[0] > high or is_sigma:
-        raise ValueError(f"interval={list(interval)} does not fit the sampler's noise levels, from {high:g} to "
-                         f"{low:g}. A sigma of EDM is t = sigma / (1 + sigma) of flow matching.")

@@ -1,5 +1,6 @@
 """What a sampling command loads first: network, sampler, guidance, classes and decoder."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -7,6 +8,7 @@ from accelerate import PartialState
 from torch import Tensor
 
 from guidance import Guidance
+from rf import RF
 from runtime.device import DTYPES
 from sampling.checks import sampler_settings
 from sampling.generate import sampling_cost
@@ -46,9 +48,12 @@ def open_sampling(
     guidance, guidance_record = build_guidance(state, cfg, trained)
     # Raises now what sampling would raise.
     guided, plain = (sampling_cost(net, trained.diffusion, cfg.num_steps, each, **sampler) for each in (guidance, None))
-    if guidance and guidance.interval and guidance.scale != 1 and guided[0] == plain[0]:
-        raise ValueError(f"interval={list(guidance.interval)} holds none of the sampler's noise levels, so nothing "
-                         f"would be guided: widen it, or raise num_steps=.")
+    if guidance and guidance.interval:
+        is_sigma = isinstance(trained.diffusion, RF) and 1 < guidance.interval[1] < math.inf
+        if is_sigma or (guidance.scale != 1 and guided[0] == plain[0]):
+            raise ValueError(f"interval={list(guidance.interval)} does not fit the sampler's noise levels, or none of "
+                             f"its {cfg.num_steps} steps begins inside. EDM's are sigmas, and flow matching's are t = "
+                             f"sigma / (1 + sigma), from 1 to 0.")
     if empty := empty_classes(trained.classes, net.num_classes):
         state.print(empty)
     classes = parse_classes("classes", cfg.classes, net.num_classes, trained.class_names,

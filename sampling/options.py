@@ -13,7 +13,6 @@ from guidance import Guidance, ends
 from routing_module import Route
 from runtime import schema
 from runtime.device import DTYPES
-from sampling.checks import check_interval
 from weights.foreign import FAMILIES
 from weights.loading import Checkpoint, Trained, find_on_main_rank, load_trained, other_data
 from weights.records import keywords
@@ -132,8 +131,6 @@ def build_guidance(
     if 1 in ratios and settings.routes is None and not any(route.path_drop for route in trained.net.routes):
         raise ValueError("guidance=path_drop, or a ratio of 1, skips the blocks of the network's route, but it was "
                          "not trained for that (path_drop): choose guidance=tread, or name blocks by routes=.")
-    if settings.interval:
-        check_interval(settings.interval, trained.diffusion, settings.sampler.model_dump())
     weak = None
     if settings.weak:
         same = {"diffusion": trained.family or trained.recorded["diffusion"]["name"],

@@ -92,7 +92,7 @@ TYPED = {
         ("sampler.S_churn=9", "sampler.S_min=2", "sampler.S_max=1", "S_min=2.0 is not below sampler.S_max=1.0"),
         ("sampler.S_noise=1.003", "S_churn=40"), ("sampler.S_chrun=3", "did you mean sampler.S_churn?"),
         ("guidance=cfg", "drop_label=false", "both passes are the same"), ("solver=heun", "mean sampler.solver?"),
-        ("guidance=autoguidance", "weak=run", "both passes are the same"), ("guidance=interval", "noise levels, so"),
+        ("guidance=autoguidance", "weak=run", "both passes are the same"), ("guidance=interval", "none of its 1 steps"),
         ("guidance=tread", "gamma2=0.6", "both passes are the same"), ("guidance=1.5", "guidance=cfg scale=1.5"),
         ("guidance=cfg", "routes=[{start_layer_idx: 1, end_layer_idx: 2}]", "gamma2="),
         ("checkpoint=dense", "guidance=path_drop", "not trained for that"),
