@@ -424,7 +424,7 @@ class Options:
         """Returns the description of a network: the user's, or the known one as along= and keep= correct it."""
         if self.family is not None and (self.blocks, self.along, self.keep) != (None, None, None):
             raise ValueError("blocks=, along= and keep= describe a network, as family= does: leave them out.")
-        if not isinstance(self.keep, int | None):
+        if not isinstance(self.keep, int | None) or (self.keep or 0) < 0:
             raise ValueError(f"keep={self.keep!r} must be a number of leading tokens: use keep_mask= for others.")
         if (name := families.owner_of(network).__name__) in families.REFUSED:
             raise ValueError(f"{name} cannot be routed exactly: {families.REFUSED[name]}.")

@@ -313,6 +313,7 @@ REFUSED = {     # network, its description, and what the error says
     "class tokens alone": (made(attention, forward=class_token_first), dict(keep=17),
                            "17 of 17 tokens are never routed"),
     "class tokens by a list": (HIDDEN, dict(keep=(0, -1)), "keep=.0, -1. must be a number of leading.*use keep_mask="),
+    "a token at the end": (HIDDEN, dict(keep=-1), "keep=-1 must be a number of leading tokens"),
     "noise for another number of routes": (HIDDEN, dict(mask_noise=torch.rand(9, 2, N)), r"mask_noise is torch.float32 "
                                            r"\(9, 2, 16\), but it must be torch.float32 \(\d, 1, 16\)"),
     "noise in a list": (HIDDEN, dict(mask_noise=[0.5]), "mask_noise is list"),
