@@ -272,7 +272,7 @@ def open_sampling_and_scoring(
         side = latents.shape[1] * decoder.downsample  # the size of decoded images, to which photographs are scaled
         reference = open_reference(
             accelerator, cfg.evaluate.reference, extractor, side, reference_size=cfg.evaluate.reference_size,
-            images_size=[side, side], key="evaluate.reference")
+            images_size=[side, side], key="evaluate.reference", autoencoder=cfg.data.autoencoder)
         metrics = available_metrics(extractor, reference, cfg.evaluate.metrics, cfg.evaluate.num_samples)
         if few := unscored_classes(cfg.evaluate.num_samples, latents.classes):
             accelerator.print(f"evaluate.{few}")

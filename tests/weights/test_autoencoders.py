@@ -21,6 +21,8 @@ from test_published_parity import assert_equal, published, wave
 import sample
 from autoencoder import SD_VAE_SCALE, Convention, DiffusersAutoencoder, OwnDecoder, pixels_to_images
 from scoring import image_sets
+from scoring.features import load_extractor
+from scoring.score import open_reference
 from weights import autoencoders
 from weights.loading import load_trained
 
@@ -314,3 +316,5 @@ def test_latents_that_only_their_owner_can_decode_are_trained_on_sampled_and_sco
     # What a decoder of one's own makes of a checkpoint's images is what it makes of these latents.
     expected = pixels_to_images(Bright()((latents / 2 * 2 + 0.1) + 0.5))
     assert torch.equal(torch.from_numpy(np.load("images.npz")["arr_0"]), expected)
+    reference = open_reference(one_rank(), folder, load_extractor(one_rank(), "pixels"), autoencoder=decoders[1])
+    assert reference.images.record["autoencoder"] == decoders[1] and reference.images.count == 300
