@@ -336,7 +336,7 @@ class Pass:
         elif mask.device.type == "cpu" and most > stay:     # on a GPU the surplus is routed, as in Router.get_mask
             raise ValueError(f"keep_mask keeps more tokens than the {stay} of {self.free} that are kept at selection "
                              f"ratio {ratio}: lower the ratio, keep fewer, or set grow=True.")
-        noise = torch.rand(mask.shape, device=x.device) if noise is None else noise
+        noise = torch.rand(mask.shape, device=x.device, dtype=torch.float32) if noise is None else noise
         return ratio, self.routing.router.keep(noise, mask.to(x.device, non_blocking=True))
 
     def places(self, length: int, device: torch.device) -> Tensor:

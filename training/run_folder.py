@@ -247,9 +247,9 @@ def stored_averages(meta: Meta, run: Run) -> dict[str, str]:
     with as_recorded(run.folder / "checkpoints"):
         was = {decay: name for name, decay in names_of(meta.config.get("ema", {}).get("decay", [None])).items()}
     now, sources = names_of(run.cfg.ema.decay), {}
-    goes_on = "ema" in map(was.get, now.values())  # else the first one goes on with another decay
+    continues = "ema" in map(was.get, now.values())  # else the first average continues under its new decay
     for name, decay in now.items():
-        sources[name] = was.get(decay, "ema" if name == "ema" and not goes_on else "model")
+        sources[name] = was.get(decay, "ema" if name == "ema" and not continues else "model")
         if sources[name] == "model":
             run.accelerator.print(f"{name} begins at step {meta.step} with the weights of that step.")
     return sources
