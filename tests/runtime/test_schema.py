@@ -57,8 +57,8 @@ QUOTES = "Text that reads as a number needs quotes"
                                                    "lists all."),
     ("parts", [{"start": 1, "share": 1}], "parts.0.share=1: it should be less than 1."),
     ("size", 2**17, "size=131072: it should be less than or equal to 65536."),
-    ("pick", 1.5, "pick=1.5: it should be a valid integer; or it should be a valid string; or it should be a valid "
-                  f"list. {QUOTES}: \"pick='1.5'\"."),
+    ("pick", 1.5, "pick=1.5: it should be a valid integer; or it should be a valid string; or it should be a list, "
+                  f"typed as pick=[…]. {QUOTES}: \"pick='1.5'\"."),
 ])  # fmt: skip
 def test_a_value_of_another_type_or_range_raises_a_one_line_error(key, value, sentence):
     with pytest.raises(ValueError) as error:
