@@ -189,7 +189,8 @@ def page(result: dict) -> str:
         lines += ["", f"Held fixed in all tables: {described(common_facts(groups))}.", *score_tables(groups)]
     floor = [[row["images"], row["metric"], f"{row['num_samples']:,}", with_variety([row])] for row in result["floor"]]
     lines += section("Real images, the floor", ["images", "metric", "number", "score"], floor)
-    return "\n".join([*lines, *held_out_losses(result), *differences(result, groups)]) + "\n"
+    lines += [*held_out_losses(result), *differences(result, groups)]
+    return "\n".join([*lines, *(changes(result, groups) if result.get("changes") else ())]) + "\n"
 
 
 def notes_on_pairs(result: dict, groups: dict) -> list[str]:
@@ -255,6 +256,24 @@ def differences(result: dict, groups: dict) -> list[str]:
             lines += section(f"{second} against {first}, at equal {label}: {title(measure, groups)}",
                              [label, first, second, "difference", "lower"], rows)
     return lines
+
+
+def changes(result: dict, groups: dict) -> list[str]:
+    """Tabulates by how much the difference changes from each compared pair to the next, of the same seed."""
+    places = {(pair, measure): dict(compared(*sides, "images")) for pair, measure, *sides in comparisons(result)}
+    following, rows = dict(itertools.pairwise(map(tuple, result["compare"]))), []
+    for (pair, measure), here in places.items():
+        there = places.get((following.get(pair), measure), {})
+        for place in sorted(here.keys() & there.keys()):
+            seeds = here[place].keys() & there[place].keys()
+            change = paired([[second - first for first, second in (side[place][seed] for side in (here, there))]
+                             for seed in seeds]) if seeds else {"interval": None}
+            if change["interval"]:
+                low, high = change["interval"]
+                rows.append([" − ".join(reversed(pair)), " − ".join(reversed(following[pair])), title(measure, groups),
+                             place_label(place, "images"), f"{change['difference']:+.3f} ({low:+.3f} to {high:+.3f})"])
+    return section("Change of the difference, with its 95 % interval",
+                   ["from", "to", "score", "images seen", "change"], rows)
 
 
 # ---- figures --------------------------------------------------------------------------------------------------------

@@ -72,6 +72,7 @@ class Matrix(Settings):
     points: dict[str, list[list[Setting]]] = {}
     floor: list[list[Setting]] = []
     compare: list[Annotated[list[str], Field(min_length=2, max_length=2)]]
+    changes: bool = False                   # also of the difference from each compared pair to the next
 
 
 class StudySettings(Settings):
@@ -374,7 +375,7 @@ def collect(cfg: StudySettings) -> tuple[dict, dict]:
     for run in every:
         for score in run["scores"]:  # of one machine, whichever trained
             score["seconds"] = seconds[run["variant"]] * score["step"] if run["variant"] in seconds else None
-    return here, here | {"runs": every, "compare": cfg.study.compare,
+    return here, here | {"runs": every, "compare": cfg.study.compare, "changes": cfg.study.changes,
                          "floor": [*floor, *(row for study in studies for row in study.get("floor", ()))]}
 
 

@@ -328,6 +328,12 @@ def test_what_a_seed_does_to_both_does_not_hide_a_difference():
     assert comparison.verdict("a", "b", pair) == "b (-1.248 to -0.752, n=3)"
     for count, says in ((2, "b in 2 of 2 seeds, no verdict"), (1, "b in 1 of 1 seed, no verdict")):
         assert comparison.verdict("a", "b", comparison.paired(pairs[:count])) == says
+    # From a and b to c and d the difference falls by 0.9, 1 and 1.1.
+    runs = [of(variant, seed, (8, value + 10 * seed)) for seed in range(3)
+            for variant, value in (("a", 5.0), ("b", 7.0), ("c", 4.0), ("d", 5.1 - seed / 10))]
+    result = result_of(*runs, pairs=(("a", "b"), ("c", "d")))
+    row = "| b − a | d − c | fd of 9 images | 8 | -1.000 (-1.248 to -0.752) |"
+    assert row in comparison.page(result | {"changes": True}) and row not in comparison.page(result)
 
 
 @pytest.mark.parametrize(("seeds", "share"), [(1, 0), (2, 0), (3, 0.05), (5, 0.05)])
