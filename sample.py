@@ -156,7 +156,7 @@ def compare_guided(cfg: GridSettings) -> None:
     sampling = open_sampling(state, cfg, most_classes=GRID_CLASSES)
     trained = sampling.trained
     if not isinstance(trained.diffusion, RF) or sampling.guidance is None:
-        raise ValueError(f"rf.py compares guided and unguided flow matching (diffusion=rf), so it cannot sample "
+        raise ValueError(f"rf.py samples flow matching (diffusion=rf) with and without guidance, and this is "
                          f"{trained.recorded['diffusion']['name']} with scale={as_text(cfg.scale)}: use sample.py.")
     seeds = list(range(8 * len(sampling.classes))) if cfg.seeds is None else parse_seeds("seeds", cfg.seeds)
     if cfg.out:
