@@ -32,10 +32,10 @@ class Blocks:
     whole: bool = False                 # the network changes all tokens between blocks, so each block puts them back
     each: bool = False                  # the block is called once for each sample, as where an axis is 0
 
-    def modules_of(self, network: nn.Module) -> list[nn.Module]:
-        """Lists the blocks; raises ValueError if the network has none at this path."""
+    def modules_of(self, network: nn.Module, given: Any = None) -> list[nn.Module]:
+        """Lists the blocks in a module or at this path; raises ValueError if the network has none there."""
         try:
-            blocks = network.get_submodule(self.path)
+            blocks = given if isinstance(given, nn.Module) else network.get_submodule(self.path)
         except AttributeError:
             blocks = None
         blocks = list(blocks.values()) if isinstance(blocks, nn.ModuleDict) else blocks
@@ -132,9 +132,11 @@ def fewer(count: Any, kept: Any) -> Any:
 
 
 def pairs(mask: Tensor, kept: Any) -> Tensor:
-    """Reduces an attention mask (B, 1, N, N) to the kept tokens."""
-    index = kept.places(mask.shape[-1])[:, None, None]
-    return mask.take_along_dim(index.mT, 2).take_along_dim(index, 3)
+    """Reduces an attention mask (N, N) or (B or 1, …, N, N) to the kept tokens: (B, …, K, K)."""
+    mask = mask if mask.ndim > 2 else mask[None, None]
+    index = kept.places(mask.shape[-1])
+    index = index.view(len(index), *[1] * (mask.ndim - 2), -1)
+    return mask.take_along_dim(index.mT, -2).take_along_dim(index, -1)
 
 
 def by_place(axis: int) -> Callable:
@@ -203,8 +205,8 @@ def with_last(modulation: Tensor, kept: Any) -> Tensor:
 
 
 def of_heads(table: Tensor, kept: Any) -> Tensor:
-    """Reduces timm's table (N, D), (heads, N, D) or (1, heads, N, D): (B, heads or 1, K, D)."""
-    return kept.rows(table.view(1, -1, *table.shape[-2:]), 2)
+    """Reduces timm's table (N, D), (heads, N, D) or (B or 1, heads or 1, N, D): (B, heads or 1, K, D)."""
+    return kept.rows(table[(None,) * (4 - table.ndim)], 2)
 
 
 def fewer_in_params(params: Any, kept: Any) -> Any:
@@ -298,10 +300,7 @@ FAMILIES = {    # of libraries
 HUNYUAN = dict(freqs_cis=0, attn_mask=pairs, total_len=fewer, cu_seqlens_q=ends, cu_seqlens_kv=ends,
                max_seqlen_q=fewer, max_seqlen_kv=fewer)
 CODES = {       # original code, recognised by the class and by what `fits`
-    "DiT": (PLAIN,),
-    "SiT": (PLAIN,),
-    "PixArt": (PLAIN,),
-    "PixArtMS": (PLAIN,),
+    **dict.fromkeys(("DiT", "SiT", "PixArt", "PixArtMS"), (PLAIN,)),
     "LightningDiT": (Family((Blocks("blocks", {"feat_rope": by_place(2)}),)),),
     "DiT_Llama": (Family((Blocks("layers", {"freqs_cis": first_rows}, each=True),)),),
     "MMDiT": (Family((Blocks("double_layers", tokens="x", text="c", out=1), Blocks("single_layers"))),
@@ -330,6 +329,7 @@ CODES = {       # original code, recognised by the class and by what `fits`
         (Blocks("double_blocks", {"freqs_cis": 0, "attn_param": None, "attn_params": fewer_in_params}, text="txt"),),
         text_last=True),),
 }
+PLAIN_VALUES = bool | int | float | str | None
 CACHES = "its tokens attend to a cache of all tokens from an earlier pass"
 REFUSED = {     # what a trial of the blocks does not find
     "AnyFlowFARTransformer3DModel": CACHES,
@@ -374,6 +374,14 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
         return replace(value, **{part.name: mapped(function, getattr(value, part.name)) for part in fields(value)
                                  if part.init})
     return function(value)
+
+
+def leaves(value: Any) -> list:
+    """Lists all values inside of tuples, lists, dicts and dataclasses."""
+    if isinstance(value, dict | tuple | list):
+        return [leaf for part in (value.values() if isinstance(value, dict) else value) for leaf in leaves(part)]
+    is_record = is_dataclass(value) and not isinstance(value, type)
+    return leaves([getattr(value, part.name) for part in fields(value)]) if is_record else [value]
 
 
 def by_axis(function: Callable[[Any, Any], Any], value: Any, axis: Any) -> Any:

@@ -138,7 +138,3 @@ def uninstall(module: nn.Module) -> None:
     if not entry.holders:
         object.__setattr__(module, "__class__", plain_class(module))
         del vars(module)["_routed"]
-
-
-def entry_of(module: nn.Module) -> Entry | None:
-    return vars(module).get("_routed")

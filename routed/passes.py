@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from routed import families
-from routed.families import Blocks, Family, argument_names, by_axis, mapped, only_element, unwrapped
-from routed.modules import BACKWARD, entry_of, install, plain_class, uninstall
+from routed.families import PLAIN_VALUES, Blocks, Family, argument_names, by_axis, leaves, only_element, unwrapped
+from routed.modules import BACKWARD, install, plain_class, uninstall
 from routed.trial import TRIED, Trial, Trials
 from routing_module import Route, Router, resolve_routes
 
@@ -103,8 +103,12 @@ class Kept:
             has_batch = isinstance(part, Tensor) and part.ndim > 0 and len(part) == len(self.ids)
             return part[b:b + 1] if has_batch and axis != 0 else part
 
-        along = self.run.block.along
-        arguments = {name: by_axis(cut, value, along.get(name)) for name, value in self.arguments.items()}
+        arguments = {}
+        for name, value in self.arguments.items():
+            axis = self.run.block.along.get(name)
+            if isinstance(axis, tuple) and 0 in axis:       # its other parts have no batch axis, either
+                axis = tuple(each or 0 for each in axis)
+            arguments[name] = by_axis(cut, value, axis)
         return Kept(self.run, arguments, self.ids[b:b + 1], self.is_trial, b)
 
     def tokens(self) -> Tensor:
@@ -146,6 +150,9 @@ class Kept:
                              f"with all text, after an axis of {batch} samples or of size 1.")
         if axis == 0:                       # here is one sample
             return value[self.places(length)[0]]
+        if place == 0 and length == batch:
+            raise ValueError(f"{run.block}: {name} is {tuple(value.shape)}, which may have a row for each of {batch} "
+                             f"samples or of as many tokens: use another batch size.")
         return value[self.places(length)] if place == 0 else gathered(value, self.places(length), place)
 
     def rejoin(self, x: Tensor) -> Tensor:
@@ -200,8 +207,13 @@ class Pass:
             if arguments.get(name) not in (None, ()):
                 raise ValueError(f"{name} gives blocks inside a route values for all tokens, so the network cannot be "
                                  f"routed: call it without {name}, or without routed().")
-        self.front = family.front(network, arguments) if family.front else routing.options.keep or 0     # or (B,)
-        self.free = family.free(network, arguments) if family.free else 0
+        try:
+            self.front = family.front(network, arguments) if family.front else routing.options.keep or 0     # or (B,)
+            self.free = family.free(network, arguments) if family.free else 0
+        except KeyError as name:
+            raise ValueError(f"The blocks of {type(network).__name__} are called from outside its forward, so its "
+                             f"{name}, by which tokens are counted, is not known: count them by front= or free= of "
+                             f"your own family=.") from None
         self.keep_mask = mask(arguments) if callable(mask) else mask        # (B, free) bool: these are kept
 
     @property
@@ -225,12 +237,10 @@ class Pass:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or self.recomputes:
             return
 
-        def hook(value: Any) -> None:
+        for value in leaves(list(output.values()) if isinstance(output, Mapping) else output):
             if isinstance(value, Tensor) and value.grad_fn is not None:
                 self.routing.wait_for(self)
                 value.register_hook(partial(BACKWARD.reach, self, index))
-
-        mapped(hook, list(output.values()) if isinstance(output, Mapping) else output)
 
     def recompute(self, block: Block, forward: Callable, args: tuple, kwargs: dict) -> Any:
         """Calls a block again in a backward, with the kept tokens of this pass."""
@@ -305,6 +315,11 @@ class Pass:
         if not routing.family.free:
             front = int(self.front.max()) if isinstance(self.front, Tensor) else self.front
             self.free = length - front - (self.text if block.joined else 0)
+            patches = getattr(getattr(routing.network, "x_embedder", None), "num_patches", self.free)
+            if self.free != patches and not (routing.is_described or routing.family.front or block.joined
+                                             or block.text is not None or routing.options.keep is not None):
+                raise ValueError(f"{block}: the network has {patches} patches, and its blocks get {self.free} tokens: "
+                                 f"write keep= for the number of other tokens in front, or family= if some are behind.")
         if int(self.free * block.route.selection_ratio) < 1:
             raise ValueError(f"{block}: {length - self.free} of {length} tokens are never routed, and the others are "
                              f"too few to route any; see keep=. Tokens are counted along the second axis of "
@@ -373,10 +388,12 @@ class Pass:
                                  f"along={{{name!r}: None}} if it has no value per token.")
 
         for name in arguments.keys() - block.along.keys() - {block.tokens, block.text}:
-            if isinstance(arguments[name], dict) and holds_tensors(arguments[name]):
+            parts = leaves(arguments[name])
+            if isinstance(arguments[name], dict) and not all(isinstance(part, PLAIN_VALUES) for part in parts):
                 raise ValueError(f"{block}: {name} holds {sorted(map(str, arguments[name]))}, which may have values "
                                  f"per token: call the network without it, or name it in along=.")
-            mapped(partial(check, name=name), arguments[name])
+            for part in parts:
+                check(part, name)
 
     def leave(self, kept: Kept, x_before: Tensor, output: Any, taken: dict) -> tuple[Any, Tensor]:
         """Returns the output of a block and the tokens in it; at a route's end, all tokens."""
@@ -456,7 +473,7 @@ class Routing:
         self.blocks: list[Block] = []
         for spec in self.family.lists:
             joined = spec.text is None and any(block.text is not None for block in self.blocks)
-            for module in options.blocks if isinstance(options.blocks, nn.Module) else spec.modules_of(network):
+            for module in spec.modules_of(network, options.blocks):
                 self.blocks.append(Block(len(self.blocks), module, spec, joined))
         self.block_of = {block.module: block for block in self.blocks}
         if repeated := len(self.blocks) - len(self.block_of):
@@ -510,11 +527,10 @@ class Routing:
         """Ends the routing; a backward that comes later still finds the passes whose graphs live."""
         self.end()
         self.active = None
-        self.trials = self.tries.rows if self.tries else []
+        self.trials = [row for row in self.tries.tried.values() if isinstance(row, Trial)] if self.tries else []
         for module in self.modules:
-            entry = entry_of(module)
-            if entry is not None and entry.routing is self:
-                entry.routing = None
+            if module._routed.routing is self:
+                module._routed.routing = None
         self.release()
 
     def wait_for(self, run: Pass) -> None:
@@ -599,13 +615,6 @@ def must_be(name: str, value: Any, dtype: torch.dtype, shape: tuple[int, ...], a
         raise ValueError(f"{name} is {kind}, but it must be {dtype} {shape}: {axes}.")
 
 
-def holds_tensors(value: Any) -> bool:
-    """True if an argument holds anything but plain values."""
-    if isinstance(value, Mapping | tuple | list):
-        return any(map(holds_tensors, value.values() if isinstance(value, Mapping) else value))
-    return not isinstance(value, bool | int | float | str | None)
-
-
 @contextmanager
 def routed(
     model: nn.Module,                                   # alone, or inside DDP, torch.compile or PEFT
@@ -636,8 +645,7 @@ def routed(
     network = families.network_of(model)
     options = Options(blocks, along, keep, mask_noise, keep_mask, grow, router, family, probe, ordered)
     routing = Routing(network, [routes] if isinstance(routes, Route) else list(routes), options)
-    entry = entry_of(network)
-    other = entry.routing if entry is not None else None
+    other = getattr(getattr(network, "_routed", None), "routing", None)
     if not any(block.route for block in routing.blocks):     # dense: uses what was compiled without a route
         outside = other or routing
         outside.pauses += 1

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from routed.families import mapped
+from routed.families import PLAIN_VALUES, leaves, mapped
 from routed.modules import plain_class
 
 TRIED: WeakKeyDictionary = WeakKeyDictionary()      # network -> what has been tried in it: {key: Trial or None}
@@ -52,10 +52,6 @@ class Trials:
         self.tried, self.ordered = tried, ordered
         self.failure = ""                   # the cause if a trial of the latest block failed, as its call may, too
         self.forget()
-
-    @property
-    def rows(self) -> list[Trial]:
-        return [row for row in self.tried.values() if isinstance(row, Trial)]
 
     def forget(self) -> None:
         self.left: tuple[Any, Any] = None, None     # the latest block, and the tokens that it returned
@@ -122,7 +118,9 @@ class Trials:
     def cause(self, kept: Any) -> str:
         sizes, block = {kept.run.free, kept.run.stream, kept.run.length}, kept.run.block
         others = [str(name) for name, value in kept.arguments.items() if block.along.get(name) is None
-                  and name not in {block.tokens, block.text} and may_be_along(value, sizes)]
+                  and name not in {block.tokens, block.text} and any(
+                      not sizes.isdisjoint(part.shape) if isinstance(part, Tensor) else
+                      not isinstance(part, PLAIN_VALUES) for part in leaves(value))]
         tables = [str(name) for name, axis in block.along.items() if isinstance(axis, int | tuple)]
         return "; or ".join(filter(None, (
             others and f"the argument {', '.join(others)}, for which along= names no axis",
@@ -314,12 +312,3 @@ def undisturbed(block: nn.Module, device: torch.device) -> Iterator[Callable[[],
             for part, values in before:
                 vars(part).clear()
                 vars(part).update(values)
-
-
-def may_be_along(value: Any, sizes: set[int]) -> bool:
-    """True if an argument may have a value per token: a tensor with an axis of one of the sizes, or any object."""
-    if isinstance(value, tuple | list):
-        return any(may_be_along(part, sizes) for part in value)
-    if isinstance(value, Tensor):
-        return not sizes.isdisjoint(value.shape)
-    return not isinstance(value, bool | int | float | str | Mapping | None)

@@ -163,6 +163,8 @@ NETWORKS = {
         first=TEXT_MASK.sum(1).tolist(), hidden_size=24, num_refiner_layers=0, num_kv_heads=1, multiple_of=8,
         cap_feat_dim=16, axes_dim_rope=(4, 4, 4), axes_lens=(32, 16, 16), timestep=SHARE),
     "QwenImageTransformer2DModel": QWEN,
+    "QwenImageTransformer2DModel, as many words as samples": QWEN | dict(
+        encoder_hidden_states=randn(BATCH, BATCH, 16), encoder_hidden_states_mask=torch.ones(BATCH, BATCH)),
     "QwenImageTransformer2DModel, edit": QWEN | dict(
         behind=6, hidden_states=randn(BATCH, N + 6, 4), zero_cond_t=True,
         img_shapes=[[(1, SIDE, SIDE), (1, 2, 3)]] * BATCH),

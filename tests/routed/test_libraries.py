@@ -2,16 +2,19 @@
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from library_networks import NETWORKS, TEXT, example, family
+from library_networks import NETWORKS, TEXT, TIME, VIDEO, WORDS, example, family
 from oracle import BATCH, THREE, Case, N, assert_close, assert_exact, gradients, is_routed, refused
 from small_networks import CODES
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from routed import Route, Router, families, routed
+from routed import Route, Router, families, pairs, routed
+
+NEAR = (torch.arange(N + 1)[:, None] - torch.arange(N + 1)).abs() < 5
 
 
 def noise_for(case: Case, routes: int = 1, seed: int = 3) -> torch.Tensor:
@@ -120,6 +123,9 @@ def test_class_and_register_tokens_are_kept_by_every_entry_to_an_encoder(name, w
     ("VisionTransformer", "write along={'attn_mask': pairs}", dict(attn_mask=torch.ones(N + 1, N + 1))),
     ("LTX2VideoTransformer3DModel", "write along={'self_attention_mask': pairs}",
      dict(video_self_attention_mask=torch.ones(BATCH, N, N))),
+    ("WanTransformer3DModel", "for each of 16 samples or of as many tokens", dict(
+        hidden_states=VIDEO[:1].repeat(N, 1, 1, 1, 1), timestep=TIME[:1].repeat(N),
+        encoder_hidden_states=WORDS[:1].repeat(N, 1, 1))),
     ("CogView4Transformer2DModel", "holds ['batch_flag']", dict(attention_kwargs=dict(batch_flag=torch.arange(BATCH)))),
     ("ZImageTransformer2DModel", "several sizes", dict(x=[torch.zeros(4, 1, 8, 8 + 8 * b) for b in range(BATCH)])),
     ("ZImageTransformer2DModel", "several images per sample", dict(x=[[torch.zeros(4, 1, 8, 16)]] * BATCH)),
@@ -127,6 +133,29 @@ def test_class_and_register_tokens_are_kept_by_every_entry_to_an_encoder(name, w
 def test_what_a_known_network_may_not_be_given_on_a_route_is_refused(name, says, inputs):
     case = family(name)
     assert says in refused(case.model, THREE, lambda: case.call(**inputs))
+
+
+def test_blocks_called_without_the_network_whose_arguments_count_tokens_are_refused():
+    case = family("FluxTransformer2DModel")
+    said = refused(case.model, THREE, lambda: case.blocks[0](hidden_states=torch.zeros(BATCH, N, 16)))
+    assert "its 'img_ids', by which tokens are counted, is not known" in said
+
+
+@pytest.mark.parametrize(("name", "argument", "masks"), [
+    ("VisionTransformer", "attn_mask", dict(attn_mask=NEAR)),
+    ("LTX2VideoTransformer3DModel", "self_attention_mask",
+     dict(video_self_attention_mask=NEAR[1:, 1:].expand(BATCH, -1, -1).float()))])
+def test_a_mask_of_all_pairs_is_reduced_where_along_says_so(name, argument, masks):
+    case = example(name)
+    case.inputs |= masks
+    assert_exact(case, along={argument: pairs})
+
+
+def test_timms_tables_get_a_batch_and_a_heads_axis():
+    kept = SimpleNamespace(rows=lambda table, axis: (*table.shape, axis))
+    for shape, batch, heads in (((N, 8), 1, 1), ((2, N, 8), 1, 2), ((1, 2, N, 8), 1, 2),
+                                ((BATCH, 1, N, 8), BATCH, 1), ((BATCH, 2, N, 8), BATCH, 2)):   # with patch dropout
+        assert families.of_heads(torch.zeros(shape), kept) == (batch, heads, N, 8, 2)
 
 
 def test_each_known_network_is_tested_and_on_the_page():

@@ -4,6 +4,7 @@ import copy
 import re
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -175,6 +176,7 @@ EXACT = {       # network, and its description
                                                                           in enumerate(parts)})), {}),
     "a sequence of blocks": (made(attention, make=lambda parts: nn.Sequential(*parts)), {}),
     "a class token": (made(attention, forward=class_token_first), dict(keep=1)),
+    "a size": (made(lambda self, x, size: self.attend(x), lambda part, x: part(x, torch.Size([4, 4]))), {}),
     "a class token under a known name": (made(attention, name="SiT", forward=class_token_first),
                                          dict(keep=1, blocks=None)),
     "a known name with another table": (
@@ -310,6 +312,9 @@ REFUSED = {     # network, its description, and what the error says
     "an unknown network": (HIDDEN, dict(blocks=None), r"Somebodys of \S+ is not a known network \(docs/trainers.md\).*"
                            r"Lists of blocks: blocks \(4 of Block\)"),
     "a wrong path": (HIDDEN, dict(blocks="layers"), r"has no layers with several blocks.*: blocks \(4 of Block\)"),
+    "a class token under a known name": (
+        made(attention, name="SiT", forward=class_token_first, x_embedder=SimpleNamespace(num_patches=N)),
+        dict(blocks=None), "the network has 16 patches, and its blocks get 17 tokens: write keep="),
     "class tokens alone": (made(attention, forward=class_token_first), dict(keep=17),
                            "17 of 17 tokens are never routed"),
     "class tokens by a list": (HIDDEN, dict(keep=(0, -1)), "keep=.0, -1. must be a number of leading.*use keep_mask="),
