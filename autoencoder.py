@@ -235,7 +235,11 @@ class OwnDecoder(Autoencoder):
         device: torch.device | str,
     ):
         self.name, self.function, self.device, self.channels = name, function, device, shape[0]
-        decoded = tuple(function(torch.zeros(1, *shape, device=device)).shape)
+        pixels = function(torch.zeros(1, *shape, device=device))
+        if not isinstance(pixels, torch.Tensor) or not pixels.is_floating_point():
+            raise ValueError(f"autoencoder={name} returns {getattr(pixels, 'dtype', type(pixels).__name__)}, not a "
+                             f"tensor of floating-point pixels in -1 … 1: convert it, as by torch.from_numpy.")
+        decoded = tuple(pixels.shape)
         self.downsample = decoded[-1] // shape[2]
         if not self.downsample or decoded != (1, 3, shape[1] * self.downsample, shape[2] * self.downsample):
             raise ValueError(f"autoencoder={name} maps one latent {(1, *shape)} to {decoded}; images are (1, 3, H, W), "

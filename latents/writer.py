@@ -179,7 +179,8 @@ def finish(
     """Combines the shards' records into metadata.json, which marks the folder as complete, and prints a summary."""
     if missing := records.count(None):
         raise ValueError(f"out={out} lacks {missing} of {len(records)} shards, which ranks on other machines wrote to "
-                         f"their own disks: copy them here and rerun, or set a folder that all machines share.")
+                         f"their own disks: copy their *.npy and record-*.json here and rerun on this machine alone, "
+                         f"or set a folder that all machines share.")
     reasons = [*(row for record in records for row in record["unreadable"]), *left_out]  # broken images come first
     count = sum(record["count"] for record in records)
     if count == 0:

@@ -117,6 +117,10 @@ def write_tread(tmp_path, values=None):
     return tmp_path / "tars", values
 
 
+def write_invae(tmp_path):
+    return write_tread(tmp_path, normal(COUNT, 16, SIDE, SIDE))
+
+
 def write_lightningdit(tmp_path, channels=6, flip=True, stats=True, sizes=(7, 5), **tensors):
     """LightningDiT's extract_features.py: a shard a rank and number; latents_stats.pt of its loader."""
     folder = tmp_path / "vavae"
@@ -222,6 +226,10 @@ IMPORTED = {  # what was brought, settings, what the stored values become, value
         "latents_mean": [5.81, 3.25, 0.12, -2.15], "latents_std": [4.17, 4.62, 3.71, 3.28]}),
     "TREAD's tars": (write_tread, TREAD | {"num_classes": 4}, np.copy,
                      {"kind": "sample", "scale": 0.18215, "autoencoder": "sd_vae_ema", "num_classes": 4}),
+    "scaled tars of an unknown autoencoder": (
+        write_invae, TREAD | {"autoencoder": "none"}, np.copy, {"scale": 1.0, "shape": [16, 8, 8]}),
+    "scaled tars for a decoder of one's own": (
+        write_invae, TREAD | {"autoencoder": "python:mine.decode"}, np.copy, {"scale": 1.0}),
     "unscaled tars": (made(write_tread, place="*.tar"), TREAD | {"scale": 0.5}, lambda z: z * np.float32(0.5),
                       {"kind": "sample", "scale": 0.5}),
     "tars of moments": (made(write_tread, values=BEYOND, place="train-{0000..0001}.tar"), TREAD | {"kind": "moments"},
@@ -245,8 +253,9 @@ IMPORTED = {  # what was brought, settings, what the stored values become, value
 @pytest.mark.parametrize("form", IMPORTED)
 def test_stored_values_become_what_the_codes_own_loader_makes_of_them_with_their_labels(form, tmp_path):
     bring, settings, expected, recorded = IMPORTED[form]
-    settings = settings | {key: str(tmp_path / settings[key]) for key in settings if key == "autoencoder"}
     source, values = bring(tmp_path)
+    settings = {key: str(tmp_path / value) if key == "autoencoder" and (tmp_path / value).exists() else value
+                for key, value in settings.items()}
     sides = [expected(rows).astype(np.float16) for rows in (values if isinstance(values, tuple) else (values,))]
     metadata, arrays = import_latents(source, tmp_path / "out", shard_size=5, **settings)
     place = {row.tobytes(): i for i, row in enumerate(sides[0])}

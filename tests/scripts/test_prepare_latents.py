@@ -114,6 +114,10 @@ def test_a_vae_stores_moments_and_the_encoding_of_the_mirror_image(pets, vae_fol
     assert not np.allclose(arrays["latents"][..., ::-1], arrays["mirrored"], atol=1e-2)  # not the flipped latent
     os.utime(Path(vae_folder) / "config.json")  # as if other weights had been put there
     refused(lambda: prepare(pets, tmp_path / "out", autoencoder=vae_folder, mirror=True), "autoencoder's or")
+    (tmp_path / "vavae.pt").touch()
+    alone = script.stamps(str(tmp_path / "vavae.pt"))
+    (tmp_path / "latents_stats.pt").touch()  # by which VA-VAE's latents are normalised
+    assert len(script.stamps(str(tmp_path / "vavae.pt"))) == len(alone) + 1
 
 
 def test_posterior_samples_depend_on_the_seed_and_the_image_alone(pets, vae_folder, tmp_path):
@@ -187,6 +191,9 @@ def test_a_label_map_and_words_for_people_are_honoured(pets, tmp_path, written):
     assert metadata["class_names"] == names and metadata["num_classes"] == 11
     assert arrays["labels"].tolist() == [10] * 4 + [2] * 3 + [0] * 3
     assert open_latents(tmp_path / "out").display_names == ["großer Emu", *names[1:-1], "Felis catus"]
+    (tmp_path / "words.txt").write_text("cat Cat\n")
+    refused(lambda: prepare(pets, tmp_path / "out", label_map=str(tmp_path / "map.json"),
+                            words=str(tmp_path / "words.txt")), "words.txt gives other names than")
     (tmp_path / "words.txt").write_text("yak Bos\n")
     refused(lambda: prepare(pets, tmp_path / "new", words=str(tmp_path / "words.txt")), "words.txt names none of the")
 
@@ -243,7 +250,7 @@ def test_a_preparation_that_was_stopped_ends_in_the_same_bytes(pets, tmp_path, m
     (tmp_path / "stopped/latents-00000.npy").write_bytes(b"half")  # is written again
     with monkeypatch.context() as patch:  # as if another machine had written one to its own disk
         patch.setattr(writer, "write_shard", lambda *args: None)
-        refused(lambda: prepare(pets, tmp_path / "stopped", **settings), " of 5 shards, which ranks on other ma")
+        refused(lambda: prepare(pets, tmp_path / "stopped", **settings), "*.json here and rerun on this machine")
     prepare(pets, tmp_path / "stopped", **settings)
     assert same_folder(tmp_path / "once", tmp_path / "stopped")
 

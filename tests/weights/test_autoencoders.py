@@ -249,7 +249,10 @@ def decoders(tmp_path, monkeypatch):
     (tmp_path / "my_decoder.py").write_text(
         "def decode(z):\n    return z[:, :3].repeat_interleave(2, dim=2).repeat_interleave(2, dim=3) * 0.5\n\n"
         "def flat(z):\n    return z.flatten(1)\n\n"
-        "def grey(z):\n    return z[:, :1]\n")
+        "def grey(z):\n    return z[:, :1]\n\n"
+        "def array(z):\n    return decode(z).numpy()\n\n"
+        "def bytes(z):\n    return decode(z).byte()\n\n"
+        "def pair(z):\n    return (decode(z),)\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     yield ["own.pt", "python:my_decoder.decode"]
@@ -278,6 +281,9 @@ def test_a_custom_decoder_gets_the_autoencoders_latents_where_the_user_names_it(
     ("python:my_decoder.nothing", "has no attribute 'nothing'"),
     ("python:my_decoder.flat", r"maps one latent \(1, 4, 4, 4\) to \(1, 64\); images are"),
     ("python:my_decoder.grey", r"to \(1, 1, 4, 4\); images are \(1, 3, H, W\)"),
+    ("python:my_decoder.array", "returns float32, not a tensor of floating-point pixels in -1 … 1: convert it"),
+    ("python:my_decoder.bytes", "returns torch.uint8, not a tensor"),
+    ("python:my_decoder.pair", "returns tuple, not a tensor"),
     ("broken.pt", "broken.pt is not a complete TorchScript file"),
     ("none", "autoencoder=none: these latents cannot be decoded"),
 ])
