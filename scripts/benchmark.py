@@ -365,6 +365,8 @@ def start(cfg: BenchmarkSettings) -> Accelerator:
     accelerator = speed.make_accelerator(cfg.precision, cfg.grad_accum_steps, cfg.tf32, cfg.device == "cpu")
     if cfg.device == "cuda" and accelerator.device.type != "cuda":
         raise ValueError("device=cuda is asked for, but torch sees no GPU here: set device=cpu.")
+    if cfg.precision == "fp8" and cfg.mode == "sample":
+        raise ValueError("mode=sample precision=fp8: images are never sampled in float8, so set precision=bf16.")
     if cfg.precision == "fp8":
         speed.check_float8(accelerator.device)
     return accelerator

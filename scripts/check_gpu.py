@@ -6,7 +6,8 @@
     python scripts/check_gpu.py rehearsal=true           # on a CPU, with gloo: the same checks of smaller networks
 
 CHECKS is the list. A check that raises has failed, and the others still run. Exits with 1 if any failed. Numbers are
-compared with those of the CPU in float32, from the same weights and random numbers, within TOLERANCES.
+compared with those of the CPU in float32, from the same weights and random numbers, within TOLERANCES. Sampling is
+compared with float32 on the same machine.
 """
 
 import copy
@@ -49,7 +50,7 @@ from weights.records import build_network
 # Largest relative differences of loss and gradient norm, over three steps, from those of the CPU in float32.
 TOLERANCES = {"fp32": 1e-4, "tf32": 5e-3, "bf16": 3e-2, "fp16": 1e-2, "fp8": 0.15}
 RESUMED = 1e-3          # of the losses of a resumed run in fp32: GPU kernels sum in varying order
-SAMPLED = 0.05          # of sampled latents in bf16, from the CPU's
+SAMPLED = 0.05          # of sampled latents in bf16, from those in float32
 STEPS = 3               # of each comparison; CUDA graphs are recorded in the second
 COMPILED = {"eager": False, "compiled": True, "CUDA graphs": "reduce-overhead"}
 ROUTE = {"selection_ratio": 0.5, "start_layer_idx": 1, "end_layer_idx": -2}

@@ -313,12 +313,14 @@ def draw_scores(result: dict, axis: str) -> Figure | None:
     figure.supxlabel(AXES[axis])
     figure.supylabel("distance, lower is better")
     for number, (pair, measure, *sides) in enumerate(panels, 1):
-        plot, seeds = figure.add_subplot(rows, columns, number), pairable(*sides)
+        plot = figure.add_subplot(rows, columns, number)
+        seeds = sorted({seed for _, by_seed in compared(*sides, axis) for seed in by_seed})
         for variant, curves in zip(pair, sides, strict=True):
             steps = [step for step, score in curves[seeds[0]].items()
                      if score.get(axis) and all(step in curves[seed] for seed in seeds)]
             x = [curves[seeds[0]][step][axis] for step in steps]
             values = np.array([[curves[seed][step]["value"] for seed in seeds] for step in steps])
+            values = values.reshape(-1, len(seeds))     # also without a step
             mean, spread = values.mean(1), values.std(1, ddof=1) if len(seeds) > 1 else 0
             [line] = plot.plot(x, mean, marker="o", label=variant)
             plot.fill_between(x, mean - spread, mean + spread, color=line.get_color(), alpha=0.2)

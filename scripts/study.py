@@ -7,6 +7,7 @@ Commands: configs/study.yaml.
 """
 
 import contextlib
+import itertools
 import json
 import math
 import re
@@ -23,10 +24,10 @@ from pydantic import Field
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+import fid
 from dit import multiply_adds
-from fid import OF_SAMPLING, ScoringSettings
 from runtime import ranks
-from runtime.command import command, commit, compose, key_of
+from runtime.command import by_key, command, commit, compose, key_of
 from runtime.files import read_rows, write_text
 from runtime.schema import (
     Location,
@@ -43,8 +44,8 @@ from runtime.schema import (
     read_json,
 )
 from scripts import comparison
-from training.run_folder import tells_runs_apart
-from training.settings import TrainSettings
+from training.run_folder import tells_runs_apart, training_step
+from training.settings import TrainSettings, check_settings
 from weights import checkpoint as checkpoints
 from weights.records import build_network, build_schedule
 
@@ -84,7 +85,7 @@ class StudySettings(Settings):
     also: list[Setting]
     part: str | None
     tasks: NonEmptyList[one_of(["train", "score", "report"])]
-    seconds: dict[str, Positive]
+    seconds: dict[str, Positive] | None
     only: NonEmptyList[Text] | None
 
 
@@ -114,6 +115,8 @@ def runs_of(cfg: StudySettings) -> list[Run]:
     So a study that ends early has both runs of each seed. Raises ValueError for unknown names.
     """
     study = cfg.study
+    if own := [text for text in cfg.also if key_of(text) in ("seed", "name", "run_dir")]:
+        raise ValueError(f"also={own[0]} would be replaced, as each run has its own: set study.seeds= or out= instead.")
     for key, name in [("study.compare", name) for pair in study.compare for name in pair] + [
             ("only", name) for name in cfg.only or ()]:
         if name not in study.variants:
@@ -160,10 +163,11 @@ def check_commands(cfg: StudySettings, runs: list[Run]) -> None:
     """
     for run in {run.variant: run for run in runs}.values():
         try:
-            settings_composed(tuple(run.train))
+            check_settings(read(TrainSettings, compose("config", TrainSettings, run.train)), by_key(run.train))
             for point in (*run.at_end, *run.at_each) if "score" in cfg.tasks else ():
                 scored = merged(f"checkpoint={run.folder}", *cfg.study.score, *point)
-                read(ScoringSettings, compose("fid", ScoringSettings, scored))
+                fid.check_settings(read(fid.ScoringSettings, compose("fid", fid.ScoringSettings, scored)),
+                                   by_key(scored))
         except ValueError as error:
             raise ValueError(f"variant {run.variant}: {error}") from None
 
@@ -229,7 +233,18 @@ def record_of(run: Run) -> dict | None:
     chosen = {"batch_size"} if asked["batch_size"] is None else set()  # by train.py
     refuse_other_run(run, run.folder, {key: value for key, value in asked.items() if key not in chosen},
                      leaves(meta["config"]), meta["step"])
+    planned = meta["config"]["steps"]
+    if asked["steps"] not in (None, planned) and changes_by_share(asked):
+        raise ValueError(f"{run.folder} was begun with steps={planned}, and its learning rate or routes change at "
+                         f"shares of them: set steps={planned}, or give this study another out=.")
     return meta
+
+
+def changes_by_share(asked: dict) -> bool:
+    """True if the learning rate or the routes of a run depend on its number of steps."""
+    changes = [asked.get("route_schedule.dense_before"), asked.get("route_schedule.dense_after"),
+               *(when for when, _ in asked.get("route_schedule.changes") or ())]
+    return asked["optimizer.schedule"] == "cosine" or any(0 < when < 1 for when in changes if when is not None)
 
 
 def finished(run: Run) -> bool:
@@ -240,9 +255,11 @@ def finished(run: Run) -> bool:
     meta, asked = record_of(run), settings_composed(tuple(run.train))
     if meta is None or meta["step"] < (asked["steps"] or meta["config"]["steps"] or math.inf):
         return False
-    sources = [row["source"] for row in read_rows(run.folder / "results.jsonl")] if asked["evaluate"]["every"] else []
-    return not asked["evaluate"]["every"] or any(
-        source.get("in_training") and source.get("step") == meta["step"] for source in sources)
+    if not asked["evaluate"]["every"]:
+        return True
+    made = {(row["source"]["weights"], (row["source"]["guidance"] or {}).get("scale"))
+            for row in read_rows(run.folder / "results.jsonl") if training_step(row) == meta["step"]}
+    return made.issuperset(itertools.product(asked["evaluate"]["weights"], asked["evaluate"]["guidance_scales"]))
 
 
 def score_checkpoints(cfg: StudySettings, run: Run) -> None:
@@ -260,7 +277,7 @@ def score_checkpoints(cfg: StudySettings, run: Run) -> None:
 def score_floor(cfg: StudySettings) -> None:
     """Scores sets of real images, such as test images, by the same reference: what a perfect model could reach."""
     results = Path(cfg.out).resolve() / "floor" / "results.jsonl"
-    measuring = [s for s in cfg.study.score if key_of(s).partition(".")[0] not in (*OF_SAMPLING, "compile")]
+    measuring = [s for s in cfg.study.score if key_of(s).partition(".")[0] not in (*fid.OF_SAMPLING, "compile")]
     for point in cfg.study.floor:
         score_once([f"results={results}", *measuring], point, results)
 
@@ -347,6 +364,12 @@ def recorded(cfg: StudySettings) -> list[dict]:
                     run = run_of(cfg, old["variant"], old["seed"])
                     asked, there = (dict(text.split("=", 1) for text in train) for train in (run.train, old["train"]))
                     refuse_other_run(run, path, asked, there, old["step"])
+                    typed = {key_of(text) for text in cfg.also} - {*there} | {*there} - {*asked}
+                    if apart := sorted(filter(tells_runs_apart, typed)):
+                        raise ValueError(f"{path} holds {run.variant}, seed {run.seed}, with {apart[0]}="
+                                         f"{there.get(apart[0], '<not set>')}, and this study has "
+                                         f"{apart[0]}={asked.get(apart[0], '<not set>')}: give both the same also=, or "
+                                         f"take it out of rows.")
     return studies
 
 
@@ -371,7 +394,8 @@ def collect(cfg: StudySettings) -> tuple[dict, dict]:
             raise ValueError(f"{path} has scores of {name}, whose folder is gone: move it, and give it as rows=[<it>].")
     here = {"name": cfg.study.name, "commit": commit(), "runs": runs, "floor": floor}
     rounds = [study["timing"]["rounds"] for study in studies if study.get("timing")]  # before November 2026
-    seconds = {name: statistics.median(turns) for each in rounds for name, turns in each.items()} | cfg.seconds
+    seconds = {name: statistics.median(turns) for each in rounds for name, turns in each.items()}
+    seconds |= cfg.seconds or {}
     for run in every:
         for score in run["scores"]:  # of one machine, whichever trained
             score["seconds"] = seconds[run["variant"]] * score["step"] if run["variant"] in seconds else None
@@ -392,6 +416,9 @@ def report(cfg: StudySettings) -> None:
 @command("study", StudySettings)
 def main(cfg: StudySettings) -> None:
     runs, elsewhere = runs_of(cfg), {(run["variant"], run["seed"]) for study in recorded(cfg) for run in study["runs"]}
+    variants = {*cfg.study.variants, *(variant for variant, _ in elsewhere)}
+    if unknown := sorted((cfg.seconds or {}).keys() - variants):
+        raise ValueError(f"seconds names {unknown[0]}, but the variants are {', '.join(sorted(variants))}.")
     if cfg.tasks != ["report"]:
         check_commands(cfg, runs)
     chosen = [run for run in in_part(runs, cfg.part) if cfg.only is None or run.variant in cfg.only]

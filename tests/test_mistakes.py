@@ -98,6 +98,8 @@ TYPED = {
         ("guidance=cfg", "interval=0.2-0.8", "a list, typed as interval=[…]"), ("sampler=heun", "sampler.solver, "),
         ("guidance=cfg", "routes=[{start_layer_idx: 1, end_layer_idx: 2}]", "gamma2="),
         ("checkpoint=dense", "guidance=path_drop", "not trained for that"),
+        ("guidance=autoguidance", "weak=run", "gamma2=1", "gamma2=1, as in guidance=path_drop"),
+        ("guidance=autoguidance", "weak=weights.pt", "num_heads=2", "diffusion_name="),
         ("latents=true", "out=new.npz", "decode_precision=bf16", "decodes nothing"), ("latents=true", "latents=true"),
         ("out=grid.jpg", ".png"), ("out=images.npz/x.png", "images.npz"), ("out=foreign.npz", "overwrite=true"),
         ("out=four", "overwrite=true", "name another folder"), ("autoencoder=python:decode", "python:"),
@@ -164,9 +166,13 @@ TYPED = {
         ("tasks=[train]", "study.variants.tread.train=['batch_size=x']", "variant tread: batch_size=x"),
         ("study.variants.dit.at_end=[nope]", "study.variants.dit.at_end names nope"),
         ("tasks=[score]", "study.points.cfg=[['scale=x']]", "variant dit: scale=x"),
+        ("tasks=[score]", "study.score=['reference=four']", "study.points.cfg=[['drop_label=false']]", "scale=1.5"),
+        ("tasks=[train]", "study.variants.dit.train=['model=dit','route_schedule=off_ramp']", "model.routes is empty"),
+        ("also=['seed=5']", "set study.seeds="), ("seconds={treda: 1}", "seconds names treda"),
     ],
     "benchmark": [
         ("variants=[dit,sit]", "variants"), ("device=cuda", "torch sees no GPU"),
+        ("mode=sample", "precision=fp8", "set precision=bf16"),
         ("num_latents=1", "batch_size=5", "grad_accum_steps=2", "multiple of 2"),
     ],
 }

@@ -60,6 +60,8 @@ def main(parser: argparse.ArgumentParser) -> None:
     arguments = parser.parse_args()
     trained = load_trained(arguments.checkpoint)
     sets = {Path(folder).name: open_latents(folder) for folder in arguments.folders}
+    if len(sets) < len(arguments.folders):
+        raise ValueError(f"{' and '.join(arguments.folders)} have one name, by which losses are recorded: rename one.")
     count, names = min(latents.count for latents in sets.values()), names_of(next(iter(sets.values())))
     by_folder = {name: losses(trained, *read(latents, count, names)) for name, latents in sets.items()}
     with locked(arguments.out):

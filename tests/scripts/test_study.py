@@ -22,7 +22,7 @@ import train
 from dit import DiT
 from latents.folder import open_latents
 from runtime.command import commit, parse_options
-from runtime.schema import read
+from runtime.schema import leaves, read
 from scripts import comparison, curves, study
 from scripts.benchmark import write_latents
 
@@ -124,6 +124,8 @@ def test_a_study_trains_scores_and_plots_and_does_nothing_twice(shapes, pixel_re
             study.main.__wrapped__(foreign.model_copy(update={"tasks": tasks}))
     with pytest.raises(ValueError, match="holds dit, seed 0, after 4 steps, and this study asks for steps=2"):
         study.collect(settings(out, study=matrix, also=["steps=2"]))
+    with pytest.raises(ValueError, match="was begun with steps=4, and its learning rate or routes change at shares"):
+        study.collect(settings(out, study=matrix, also=["steps=8"]))
 
     # A score that somebody made of one of its runs is not the study's. A run that was killed between its last save and
     # the score of it is not finished.
@@ -133,6 +135,8 @@ def test_a_study_trains_scores_and_plots_and_does_nothing_twice(shapes, pixel_re
     results.write_text("".join(rows) + json.dumps(row | {"source": row["source"] | {"in_training": False}}) + "\n")
     routed = next(run for run in study.runs_of(cfg) if run.variant == "tread")
     assert [score["step"] for score in study.from_disk(routed)["scores"]] == [0, 2, 4] and study.finished(routed)
+    guided = routed.model_copy(update={"train": [*routed.train, "evaluate.guidance_scales=[null,1.5]"]})
+    assert not study.finished(guided)
     results.write_text("".join(rows[:-1]))
     assert not study.finished(routed)
     results.write_text("".join(rows))
@@ -154,6 +158,15 @@ def test_a_study_trains_scores_and_plots_and_does_nothing_twice(shapes, pixel_re
     study.main.__wrapped__(elsewhere)
     assert not (tmp_path / "other/runs").exists() and not (tmp_path / "other/study.json").exists()
     assert (tmp_path / "other/study.md").read_text() == page
+
+
+@pytest.mark.parametrize(("changed", "by_share"), [
+    ([], False), (["optimizer.schedule=cosine"], True), (["route_schedule.dense_after=0.85"], True),
+    (["route_schedule.dense_after=3"], False), (["route_schedule.changes=[[0.5,[]]]"], True),
+])
+def test_a_run_whose_rate_or_routes_change_at_shares_of_it_is_not_lengthened(changed, by_share):
+    asked = leaves(study.settings_composed(("model=tread", "steps=4", "optimizer.schedule=constant", *changed)))
+    assert study.changes_by_share(asked) == by_share
 
 
 @pytest.mark.parametrize(("code", "ends"), [("143", SystemExit), ("0", SystemExit), ("1", ValueError)])
@@ -217,6 +230,7 @@ def test_rows_of_several_machines_are_shown_together(tmp_path):
     ({"name": "big"}, "is of the study big, and this one is tiny"),
     ({"runs": 5}, "is not as this code writes it"), ({"runs": [{"seed": 0}]}, "is not as this code writes it"),
     ({"runs": [of("dit", 7) | {"train": ["model.depth=9"]}]}, "another dit, seed 7: model.depth=9 there, model.depth="),
+    ({"runs": [of("dit", 0) | {"train": [*TINY, "optimizer.weight_decay=0.1"]}]}, "with optimizer.weight_decay=0.1"),
     ({"runs": [of("dit", 0) | {"step": 5}]}, "holds dit, seed 0, after 5 steps, and this study asks for steps=4"),
     ({"runs": [of("dit", 0, (8, 5.0)), of("dit", 0, (8, 5.0))]}, "dit, seed 0, has two scores at step 1"),
     ({"runs": [of("dit", 0), of("dit", 0)]}, "dit, seed 0, is in two of .*/runs, .*rows.json: take one of them out"),
@@ -225,6 +239,13 @@ def test_rows_that_cannot_be_shown_with_this_study_raise_a_one_line_error(tmp_pa
     path = written(tmp_path / "rows.json", **rows)
     with pytest.raises(ValueError, match=says):
         study.collect(settings(tmp_path / "study", rows=[path]))
+
+
+def test_rows_of_runs_without_a_setting_that_was_typed_here_are_refused(tmp_path):
+    path = written(tmp_path / "rows.json", of("dit", 0, (8, 5.0)))
+    with pytest.raises(ValueError, match="with label_dropout=<not set>, and this study has label_dropout=0.2: give"):
+        study.collect(settings(tmp_path / "study", rows=[path], also=["label_dropout=0.2"]))
+    study.collect(settings(tmp_path / "study", rows=[path], also=["compile=true"]))  # which changes no result
 
 
 def test_scores_whose_runs_are_gone_are_not_replaced(tmp_path):
@@ -315,6 +336,8 @@ def test_curves_and_differences_are_drawn_of_the_seeds_that_both_variants_have(t
     names = ["score-over-images.png", "score-over-flops.png", "differences.png"]
     assert [path.name for path in paths] == names and all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
     assert "tread" not in comparison.page(result_of(*runs)) and compared(runs) == [(8, {1: (5.0, 4.0)})]
+    begun = of("b", 0, (0, 9.0))  # has only the score of the untrained network so far
+    assert all(path.is_file() for path in comparison.draw_figures(result_of(*runs, begun), tmp_path))
     assert comparison.draw_figures(result_of(*runs, pairs=[]), tmp_path) == []
     assert not any(path.exists() for path in paths)  # of the earlier report
 
@@ -369,13 +392,21 @@ def test_the_curves_of_runs_are_drawn_over_their_steps(tmp_path, monkeypatch, ca
         curves.draw([tmp_path])
 
 
-def test_the_loss_on_latents_without_class_names_goes_by_their_numbers(tmp_path):
+def test_held_out_losses_go_by_the_classes_names_or_numbers_and_by_the_folders_names(tmp_path, monkeypatch):
     from scripts.studies import held_out
 
     write_latents(tmp_path, 8, (4, 8, 8), 4)
     change_record(tmp_path, class_names=None)
     latents = open_latents(tmp_path)
     assert held_out.read(latents, 8, held_out.names_of(latents))[1].tolist() == latents.labels.tolist()
+    for folder in ("a", "b"):
+        (tmp_path / folder / "latents").mkdir(parents=True)
+        write_latents(tmp_path / folder / "latents", 8, (4, 8, 8), 4)
+    monkeypatch.setattr(held_out, "load_trained", lambda name: None)
+    folders = [f"{tmp_path}/{name}/latents" for name in "ab"]
+    monkeypatch.setattr(sys, "argv", ["held_out.py", "x", *folders, "--out", "o"])
+    with pytest.raises(SystemExit, match="b/latents have one name, by which losses are recorded: rename one"):
+        held_out.main()
 
 
 @pytest.mark.parametrize("diffusion", ["edm", "rf"])
