@@ -64,8 +64,9 @@ def default_grid(cfg: GridSettings, config_name: str, trained: Trained, ending: 
         return files.inside(checkpoint.run, "samples", f"{checkpoint.folder.name}-{trained.weights}{ending}")
     if path.is_dir():
         return path / f"{trained.weights}{ending}"
-    place = path.parent if path.is_file() else Path()  # here, for a name of the Hugging Face Hub
-    return place / f"{path.stem}{f'-{cfg.weights}' if cfg.weights else ''}{ending}"
+    # What is neither a file nor a folder is a name of the Hugging Face Hub; its grids are written here.
+    place, stem = (path.parent, path.stem) if path.is_file() else (Path(), "-".join(path.parts))
+    return place / f"{stem}{f'-{cfg.weights}' if cfg.weights else ''}{ending}"
 
 
 def sample_all(

@@ -105,7 +105,7 @@ def generate(
         y = upload(batch_labels, device)
         noise = SeededNoise(sampled + [seeds[0]] * pad, device)
         unit = noise.randn((net.in_channels, net.input_size, net.input_size))
-        with torch.autocast(unit.device.type, DTYPES.get(precision), enabled=precision != "fp32"):
+        with torch.autocast(unit.device.type, DTYPES[precision], enabled=precision != "fp32"):
             latents = diffusion.sample(net, unit, y, num_steps=num_steps, guidance=guidance,
                                        randn_like=noise.randn_like, **sampler)
         yield torch.tensor(sampled + [-1] * pad), batch_labels, decode(latents)

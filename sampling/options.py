@@ -128,14 +128,13 @@ def build_guidance(
     if settings.weak == "required":
         raise ValueError("This guidance needs weak=<an earlier or smaller checkpoint>, the network of its weak pass.")
     ratios = ends(settings.gamma1) + ends(settings.gamma2)
-    if 1 in ratios and settings.routes is None and not any(route.path_drop for route in trained.net.routes):
-        raise ValueError("guidance=path_drop, or a ratio of 1, skips the blocks of the network's route, but it was "
-                         "not trained for that (path_drop): choose guidance=tread, or name blocks by routes=.")
     weak = None
     if settings.weak:
-        same = {"diffusion": trained.family or trained.recorded["diffusion"]["name"],
-                "num_classes": trained.net.num_classes}
-        weak = load_trained(find_on_main_rank(state, settings.weak), like=same, device=state.device)
+        same = {"num_classes": trained.net.num_classes} | ({"diffusion": trained.family} if trained.family else {})
+        typed = {} if trained.family else {"diffusion": settings.diffusion_name, "num_heads": settings.num_heads}
+        weak = load_trained(find_on_main_rank(state, settings.weak), like=same, device=state.device, **typed)
+        if weak.family:
+            state.print(f"weak={settings.weak} has no record. Using {weak.description}, as {weak.family}.")
         strong_data, weak_data = (getattr(one.diffusion, "sigma_data", None) for one in (trained, weak))
         if type(weak.diffusion) is not type(trained.diffusion) or strong_data != weak_data:
             raise ValueError(f"weak={settings.weak} was trained with {type(weak.diffusion).__name__} "
@@ -145,6 +144,10 @@ def build_guidance(
         if differences := other_data(weak, names, trained.convention):
             raise ValueError(f"weak={settings.weak} was trained on other data: {' and '.join(differences)}. Their "
                              f"predictions cannot be mixed.")
+    for name, gamma, one in (("gamma1", settings.gamma1, trained), ("gamma2", settings.gamma2, weak or trained)):
+        if 1 in ends(gamma) and settings.routes is None and not any(route.path_drop for route in one.net.routes):
+            raise ValueError(f"{name}=1, as in guidance=path_drop, skips the blocks of the network's route, but it was "
+                             f"not trained for that (path_drop): choose guidance=tread, or name blocks by routes=.")
     routed = [int(ratio * trained.net.pos_embed.shape[1]) for ratio in ratios]  # tokens, at both ends of both passes
     is_other = settings.drop_label or routed[:2] != routed[2:] or weak is not None and (
         weak.checkpoint.sha256, weak.weights) != (trained.checkpoint.sha256, trained.weights)
@@ -204,6 +207,10 @@ def parse_classes(
     labels = []
     for part in (part.strip() for part in parts):
         names = [part] if part in index_of or not part[:1].isdigit() else parse_range(key, part)
+        for name in map(str, names):
+            if name in index_of and name.isdecimal() and numbered.get(int(name), index_of[name]) != index_of[name]:
+                raise ValueError(f"{key}={text}: {name} is the name of class {index_of[name]}, and class {name} has "
+                                 f"another name: write {index_of[name]}, or that name.")
         if unknown := [name for name in names if name not in index_of and name not in numbered]:
             first = f", {', '.join(list(index_of)[:10])}{' …' if len(index_of) > 10 else ''}" if index_of else ""
             raise ValueError(f"{key}={text} asks for class {unknown[0]}, which is none of the {num_classes}: write "

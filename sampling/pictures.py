@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from accelerate import PartialState
-from PIL import Image, ImageDraw, ImageFont, UnidentifiedImageError
-from PIL.PngImagePlugin import PngInfo
+from PIL import Image, ImageDraw, ImageFont
+from PIL.PngImagePlugin import PngImageFile, PngInfo
 from torch import Tensor
 
 from latents.listing import looks_like_image
@@ -101,10 +101,10 @@ def read_sampling_record(path: Path) -> dict | None:
             with zipfile.ZipFile(path) as archive:
                 text = archive.comment
         else:
-            with Image.open(path, formats=["PNG"]) as image:  # the header only
+            with PngImageFile(path) as image:  # the header only; Image.open refuses grids of many images
                 text = image.info.get("sampling", "")
         record = json.loads(text)
-    except (OSError, ValueError, UnidentifiedImageError, zipfile.BadZipFile):
+    except (OSError, SyntaxError, ValueError, zipfile.BadZipFile):
         return None
     return record if isinstance(record, dict) and "device" in record else None
 

@@ -245,7 +245,8 @@ def describe_weights(
         classes = {"count": len(classes), "sha256": files.record_sha256({"classes": classes})}
     vae = Path(autoencoder)
     vae = vae if vae.is_file() else vae / "diffusion_pytorch_model.safetensors"
-    return {"checkpoint": checkpoint, "step": step, "weights": weights, "ema": weights.startswith("ema"), **more,
+    ema = None if weights == "file" else "ema" in weights
+    return {"checkpoint": checkpoint, "step": step, "weights": weights, "ema": ema, **more,
             "classes": classes, "autoencoder": autoencoder,
             "autoencoder_sha256": files.sha256(vae) if vae.is_file() else None, "decode_precision": decode_precision}
 

@@ -202,6 +202,10 @@ def unknown_family(file: Path, network: dict) -> str:
             f"wrote it; docs/interop.md has a table.")
 
 
+DITS_SCHEDULE = {"num_train_timesteps": 1000, "beta_start": 1e-4, "beta_end": 0.02, "beta_schedule": "linear",
+                 "prediction_type": "epsilon"}
+
+
 class DiffusersRecord(Record):
     """The settings that are read from the config.json of diffusers' DiT."""
 
@@ -224,7 +228,8 @@ def pipeline_of(file: Path) -> dict:
     if index.is_file() and read_json(index).get("_class_name") == "DiTPipeline":
         scheduler, vae = index.with_name("scheduler") / "scheduler_config.json", index.with_name("vae")
         schedule = read_json(scheduler) if scheduler.is_file() else {}
-        if schedule.get("prediction_type", "epsilon") == "epsilon" and "num_train_timesteps" in schedule:
+        changed = schedule.get("trained_betas") or schedule.get("rescale_betas_zero_snr")
+        if DITS_SCHEDULE.items() <= schedule.items() and not changed:
             pipeline["diffusion"] = "dit"
         if (vae / "config.json").is_file():
             pipeline["autoencoder"] = str(vae)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import ROOT, one_rank, run_command
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from training_runs import wait_until, write_run
 
 from dit import DiT_models
@@ -148,6 +148,12 @@ def test_seeds_and_classes_are_read_as_people_write_them():
     for text in (0, "0-1", 12):
         with pytest.raises(ValueError, match="or names, 1, 10, 11, 2, 3"):
             parse_classes("classes", text, 5, flowers, [0])
+    mixed = ["1", "10", "2", "other"]
+    for text, label in (("0", 0), ("10", 1), ("2", 2), ("3", 3), ("other", 3)):
+        assert parse_classes("classes", text, 4, mixed, [0]) == [label]
+    for text in ("1", "1-3", [3, 1]):
+        with pytest.raises(ValueError, match="1 is the name of class 0, and class 1 has another name: write 0"):
+            parse_classes("classes", text, 4, mixed, [0])
     assert labels_of([0, 1, 2, 100_001], [4, 9]) == [4, 9, 4, 9]
 
 
@@ -387,3 +393,15 @@ def test_a_weak_network_of_other_classes_or_latents_is_refused_where_it_has_a_la
     with pytest.raises(SystemExit, match=message) if message else nullcontext():
         sample(strong, tmp_path / "x.npz", "seeds=0", f"weak={weak}", "scale=1.5", "gamma1=0", "gamma2=0",
               f"drop_label={str(drop_label).lower()}")
+
+
+def test_the_diffusion_of_a_weak_file_without_a_record_is_typed_and_not_taken_from_the_checkpoint(tmp_path):
+    strong, weak = (write_run(tmp_path / name, NETWORK, step) for name, step in (("strong", 1), ("weak", 2)))
+    torch.save({"ema": load_file(weak / "checkpoints/step-00000002/ema.safetensors")}, tmp_path / "weak.pt")
+    guided = ["seeds=0-3", "guidance=autoguidance", "num_heads=2"]
+    with pytest.raises(SystemExit, match="weak.pt has no record.*set diffusion_name="):
+        sample(strong, tmp_path / "x.npz", f"weak={tmp_path / 'weak.pt'}", *guided)
+    sample(strong, tmp_path / "file.npz", f"weak={tmp_path / 'weak.pt'}", *guided, "diffusion_name=edm")
+    sample(strong, tmp_path / "run.npz", f"weak={weak}", *guided[:2])
+    with np.load(tmp_path / "file.npz") as one, np.load(tmp_path / "run.npz") as other:
+        assert np.array_equal(one["arr_0"], other["arr_0"])

@@ -343,12 +343,13 @@ def to_diffusers(state: dict, depth: int = 3) -> dict:
     return renamed
 
 
-def write_pipeline(folder, state: dict, prediction: str = "epsilon") -> None:
+def write_pipeline(folder, state: dict, **schedule: object) -> None:
     """Writes what diffusers' DiTPipeline saves, which has no position embedding among its weights."""
     for name, content in {
         "model_index.json": {"_class_name": "DiTPipeline"}, "vae/config.json": {"_class_name": "AutoencoderKL"},
-        "scheduler/scheduler_config.json": {"_class_name": "DDIMScheduler", "num_train_timesteps": 1000,
-                                            "prediction_type": prediction},
+        "scheduler/scheduler_config.json": {
+            "_class_name": "DDIMScheduler", "num_train_timesteps": 1000, "beta_start": 0.0001, "beta_end": 0.02,
+            "beta_schedule": "linear", "prediction_type": "epsilon", "trained_betas": None} | schedule,
         "transformer/config.json": {"_class_name": "DiTTransformer2DModel", "num_attention_heads": 4, "sample_size": 8,
                                     "num_embeds_ada_norm": 10},
     }.items():
@@ -374,11 +375,13 @@ def test_diffusers_own_dit_is_read_with_and_without_its_pipeline(tmp_path):
         assert all(torch.equal(each.net.state_dict()[key], value) for key, value in RAW.items())
 
 
-@pytest.mark.parametrize("changes, prediction, says", [
-    ({}, "v_prediction", "has no record"),
-    ({EMBEDDER: to_diffusers(RAW)[EMBEDDER] + 1}, "epsilon", f"{EMBEDDER} differs from transformer_blocks.0")])
-def test_a_pipeline_that_is_no_dit_of_one_embedder_is_refused(changes, prediction, says, tmp_path):
-    write_pipeline(tmp_path, to_diffusers(RAW) | changes, prediction)
+@pytest.mark.parametrize("changes, schedule, says", [
+    *(({}, schedule, "has no record") for schedule in (
+        {"prediction_type": "v_prediction"}, {"prediction_type": None}, {"num_train_timesteps": 500},
+        {"beta_schedule": "squaredcos_cap_v2"}, {"trained_betas": [0.1]})),
+    ({EMBEDDER: to_diffusers(RAW)[EMBEDDER] + 1}, {}, f"{EMBEDDER} differs from transformer_blocks.0")])
+def test_a_pipeline_without_dits_schedule_or_of_several_embedders_is_refused(changes, schedule, says, tmp_path):
+    write_pipeline(tmp_path, to_diffusers(RAW) | changes, **schedule)
     with pytest.raises(ValueError, match=says):
         load_trained(tmp_path)
 

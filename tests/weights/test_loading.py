@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import run_command
 from huggingface_hub import constants
+from PIL import Image
 from safetensors.torch import load_file
 from training_runs import write_run
 
@@ -71,6 +72,7 @@ def test_each_kind_of_path_names_one_file(path, weights, file, here, monkeypatch
     (STEP / "model.safetensors", "ema", "holds weights=model, not weights=ema"),
     (STEP / "ema.pt", None, "holds no ema.pt: set weights= to one of ema, model"),
     ("empty", None, "The run empty has saved no checkpoint yet"), ("damaged", None, "is damaged.*ema.safetensors is"),
+    ("theirs", None, "weights of other code: name one, as in theirs/checkpoints/0400000.pt"),
     ("run/nowhere", None, "As run is here, run/nowhere is not looked up on the .* Hub: run `hf download run/nowhere "),
     ("a/b/c", None, "weights file at a/b/c"), ("./a/b", None, r"weights file at \./a/b"),
     ("a/b.pt", None, "weights file at a/b.pt"), ("me/x", None, "There is no me/x here, and meta.json and "
@@ -78,7 +80,9 @@ def test_each_kind_of_path_names_one_file(path, weights, file, here, monkeypatch
 ])
 def test_what_is_not_there_is_a_line_with_what_to_type(path, weights, says, here):
     checkpoints.save(Path("average"), {"ema-0.99": {"a": torch.ones(1)}, "training": {}}, {"step": 3})
-    Path("empty/checkpoints").mkdir(parents=True)
+    for run in ("empty", "theirs"):
+        Path(run, "checkpoints").mkdir(parents=True)
+    Path("theirs/checkpoints/0400000.pt").touch()
     shutil.copytree(STEP, "damaged")
     Path("damaged/ema.safetensors").write_bytes(b"")
     (STEP / "ema.pt").touch()
@@ -109,9 +113,10 @@ def test_an_uploaded_checkpoint_is_read_from_the_hub_by_its_name(here, monkeypat
                                                                               ("me/x", "ema.safetensors")]
     assert all(torch.equal(trained.net.state_dict()[key], value) for key, value in local.net.state_dict().items())
     before = sorted(snapshot.rglob("*"))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)  # above twice of which Pillow opens no image
     for _ in range(2):  # what the first one writes does not hide the repository
         run_command(sample.main, "sample.py", "checkpoint=me/x", "seeds=0", "num_steps=1", "cpu=true", "overwrite=true")
-    assert [path.name for path in here.glob("*.png")] == ["x-num_steps1-seeds0.png"]
+    assert [path.name for path in here.glob("*.png")] == ["me-x-num_steps1-seeds0.png"]
     assert sorted(snapshot.rglob("*")) == before
 
 
