@@ -87,7 +87,8 @@ def find_checkpoint(path: str | Path, weights: str | None = None) -> Checkpoint:
     if (place / "meta.json").is_file():
         return open_checkpoint(place, file_name(weights))
     if (place / "checkpoints").is_dir():
-        if others := sorted(str(file) for file in (place / "checkpoints").iterdir() if file.suffix in SUFFIXES):
+        others = sorted(str(file) for file in (place / "checkpoints").iterdir() if file.suffix in SUFFIXES)
+        if others and not checkpoints.all_steps(place):
             raise ValueError(f"{place / 'checkpoints'} holds weights of other code: name one, as in {others[-1]}.")
         if (newest := latest_checkpoint(place, (file_name(weights),))) is None:
             raise ValueError(f"The run {place} has saved no checkpoint yet; wait for its first save.")
