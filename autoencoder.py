@@ -237,8 +237,9 @@ class OwnDecoder(Autoencoder):
         self.name, self.function, self.device, self.channels = name, function, device, shape[0]
         pixels = function(torch.zeros(1, *shape, device=device))
         if not isinstance(pixels, torch.Tensor) or not pixels.is_floating_point():
-            raise ValueError(f"autoencoder={name} returns {getattr(pixels, 'dtype', type(pixels).__name__)}, not a "
-                             f"tensor of floating-point pixels in -1 … 1: convert it, as by torch.from_numpy.")
+            kind = pixels.dtype if isinstance(pixels, torch.Tensor) else type(pixels).__name__
+            raise ValueError(f"autoencoder={name} returns {kind}: return one floating-point tensor of pixels in -1 … 1 "
+                             f"(of an array of bytes: torch.from_numpy(array).float() / 127.5 - 1).")
         decoded = tuple(pixels.shape)
         self.downsample = decoded[-1] // shape[2]
         if not self.downsample or decoded != (1, 3, shape[1] * self.downsample, shape[2] * self.downsample):

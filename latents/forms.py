@@ -33,6 +33,7 @@ class Form:
     whose: str                                  # the code that writes them, for messages
     kind: str                                   # one of latents.folder.KINDS, which the latent folder will have
     autoencoder: str                            # a name for load_autoencoder; "none" if it can decode none of these
+    decoder: str                                # what decodes them, for people
     downsample: int | None                      # image side divided by latent side; None if unknown
     channels: int | None = None                 # on disk; None for any number
     convention: Convention = Convention(SD_VAE_SCALE)
@@ -42,11 +43,11 @@ class Form:
 
 EDM2 = Convention(0.5, latents_mean=(5.81, 3.25, 0.12, -2.15), latents_std=(4.17, 4.62, 3.71, 3.28), pixels=(0, 1))
 FORMS = {
-    "tread": Form("CompVis TREAD's tars", "sample", "sd_vae_ema", 8, scaled=True),
-    "lightningdit": Form("LightningDiT's safetensors", "sample", "none", 16),
-    "repa": Form("REPA's vae-sd", "moments", "sd_vae_mse", 8, 8),
-    "edm2": Form("EDM2's zip", "moments", "sd_vae_mse", 8, 8, EDM2),
-    "fastdit": Form("fast-DiT's pairs of .npy", "sample", "sd_vae_ema", 8, 4, scaled=True),
+    "tread": Form("CompVis TREAD's tars", "sample", "sd_vae_ema", "stabilityai/sd-vae-ft-ema", 8, scaled=True),
+    "lightningdit": Form("LightningDiT's safetensors", "sample", "none", "LightningDiT's VA-VAE", 16),
+    "repa": Form("REPA's vae-sd", "moments", "sd_vae_mse", "stabilityai/sd-vae-ft-mse", 8, 8),
+    "edm2": Form("EDM2's zip", "moments", "sd_vae_mse", "stabilityai/sd-vae-ft-mse", 8, 8, EDM2),
+    "fastdit": Form("fast-DiT's pairs of .npy", "sample", "sd_vae_ema", "stabilityai/sd-vae-ft-ema", 8, 4, scaled=True),
 }
 
 
@@ -128,12 +129,13 @@ def open_stored(
         case _:
             stored = open_listed(form, path)
     form = stored.form
-    convention, downsample = replace(form.convention, scale=scale or form.convention.scale), form.downsample
+    convention = replace(form.convention, scale=scale or form.convention.scale)
     if form.scaled and scale is None and autoencoder:
-        convention = own_convention(autoencoder)    # by which they were scaled already
-        if convention is None:                      # nobody knows by what, so a decoder gets them as stored
-            convention, downsample = Convention(), None
-    stored.form = replace(form, convention=convention, downsample=downsample, scaled=form.scaled and scale is None,
+        own = own_convention(autoencoder)           # by which they were scaled already
+        if own is None and stored.shape[0] != 4:    # nobody knows by what, so a decoder gets them as stored
+            own, form = Convention(), replace(form, decoder="unknown", downsample=None)
+        convention = own or convention
+    stored.form = replace(form, convention=convention, scaled=form.scaled and scale is None,
                           autoencoder=autoencoder or form.autoencoder)
     channels, *sides = stored.shape if min(stored.shape, default=0) > 0 else (0,)
     is_fitting = form.channels in (None, channels) and not (form.kind == "moments" and channels % 2)
@@ -285,7 +287,7 @@ def open_safetensors(form: Form, source: Path, latent_norm: bool) -> Stored:
         form = replace(form, convention=read_statistics(statistics))
         form.convention.require(shapes[0][0], str(statistics))
     else:
-        form = replace(form, autoencoder="sd_vae_ema", downsample=8)
+        form = replace(form, autoencoder="sd_vae_ema", decoder="Stable Diffusion's VAE", downsample=8)
     sides = {"latents": reader("latents")} | ({"mirrored": reader("latents_flip")} if len(shapes) > 1 else {})
     return Stored(form, np.concatenate(labels), shapes[0], [stamp_of(file) for file in files], sides)
 

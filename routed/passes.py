@@ -106,7 +106,8 @@ class Kept:
         arguments = {}
         for name, value in self.arguments.items():
             axis = self.run.block.along.get(name)
-            if isinstance(axis, tuple) and 0 in axis:       # its other parts have no batch axis, either
+            if isinstance(axis, tuple) and 0 in axis and not self.run.routing.is_described:
+                # in known networks, such as Qwen-Image, its other parts have no batch axis, either
                 axis = tuple(each or 0 for each in axis)
             arguments[name] = by_axis(cut, value, axis)
         return Kept(self.run, arguments, self.ids[b:b + 1], self.is_trial, b)
@@ -211,6 +212,8 @@ class Pass:
             self.front = family.front(network, arguments) if family.front else routing.options.keep or 0     # or (B,)
             self.free = family.free(network, arguments) if family.free else 0
         except KeyError as name:
+            if arguments:
+                raise
             raise ValueError(f"The blocks of {type(network).__name__} are called from outside its forward, so its "
                              f"{name}, by which tokens are counted, is not known: count them by front= or free= of "
                              f"your own family=.") from None
@@ -315,11 +318,14 @@ class Pass:
         if not routing.family.free:
             front = int(self.front.max()) if isinstance(self.front, Tensor) else self.front
             self.free = length - front - (self.text if block.joined else 0)
-            patches = getattr(getattr(routing.network, "x_embedder", None), "num_patches", self.free)
-            if self.free != patches and not (routing.is_described or routing.family.front or block.joined
-                                             or block.text is not None or routing.options.keep is not None):
-                raise ValueError(f"{block}: the network has {patches} patches, and its blocks get {self.free} tokens: "
-                                 f"write keep= for the number of other tokens in front, or family= if some are behind.")
+            embedder = getattr(routing.network, "x_embedder", None)
+            patches = getattr(embedder, "num_patches", None) if getattr(embedder, "strict_img_size", True) else None
+            is_counted = routing.is_described or routing.family.front or routing.options.keep is not None
+            has_text = block.joined or block.text is not None
+            if patches is not None and patches != self.free and not (is_counted or has_text):
+                raise ValueError(f"{block}: the network has {patches} patches, and its blocks get {self.free} tokens. "
+                                 f"Write keep= for the number of other tokens in front (keep=0 if all are patches), or "
+                                 f"family= if some are behind.")
         if int(self.free * block.route.selection_ratio) < 1:
             raise ValueError(f"{block}: {length - self.free} of {length} tokens are never routed, and the others are "
                              f"too few to route any; see keep=. Tokens are counted along the second axis of "

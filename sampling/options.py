@@ -207,10 +207,10 @@ def parse_classes(
     labels = []
     for part in (part.strip() for part in parts):
         names = [part] if part in index_of or not part[:1].isdigit() else parse_range(key, part)
-        for name in map(str, names):
-            if name in index_of and name.isdecimal() and numbered.get(int(name), index_of[name]) != index_of[name]:
-                raise ValueError(f"{key}={text}: {name} is the name of class {index_of[name]}, and class {name} has "
-                                 f"another name: write {index_of[name]}, or that name.")
+        for name, i in ((name, index_of.get(name)) for name in names if isinstance(name, str) and name.isdecimal()):
+            if numbered.get(int(name), i) != i:
+                raise ValueError(f"{key}={text}: {name} is the name of class {i}, and the index of another: write "
+                                 f"{key}={i}-{i} for the former, or {key}={name}-{name} for the latter.")
         if unknown := [name for name in names if name not in index_of and name not in numbered]:
             first = f", {', '.join(list(index_of)[:10])}{' …' if len(index_of) > 10 else ''}" if index_of else ""
             raise ValueError(f"{key}={text} asks for class {unknown[0]}, which is none of the {num_classes}: write "

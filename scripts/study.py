@@ -362,7 +362,7 @@ def recorded(cfg: StudySettings) -> list[dict]:
             for old in studies[-1]["runs"]:
                 if old["variant"] in cfg.study.variants:
                     run = run_of(cfg, old["variant"], old["seed"])
-                    asked, there = (dict(text.split("=", 1) for text in train) for train in (run.train, old["train"]))
+                    asked, there = by_key(run.train), by_key(old["train"])
                     refuse_other_run(run, path, asked, there, old["step"])
                     typed = {key_of(text) for text in cfg.also} - {*there} | {*there} - {*asked}
                     if apart := sorted(filter(tells_runs_apart, typed)):

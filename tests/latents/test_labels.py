@@ -239,6 +239,8 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     "other columns, as typed": ({"x.parquet": parquet(img=[png(0)], kind=["cat"])}, "x.parquet",
                                 {"image": "img", "label": "kind"}, "cat"),
     "parquet of paths": ({"x.parquet": parquet(image=["0.png"], label=[0])}, "x.parquet", {}, ["has the type string"]),
+    **{f"parquet of {kind}": ({"x.parquet": parquet(image=pa.array([png(0)]).cast(kind), label=["cat"])}, "x.parquet",
+                              {}, "cat") for kind in (pa.large_binary(), pa.dictionary(pa.int32(), pa.binary()))},
     "several images a row": ({"x.parquet": parquet(image=[[{"bytes": png(0), "path": "0.png"}]], label=[0])},
                              "x.parquet", {}, ["has the type list<"]),
     "a test split of the hub": ({"x.parquet": parquet(image=[png(0)], label=[-1])}, "x.parquet", {},

@@ -314,7 +314,7 @@ REFUSED = {     # network, its description, and what the error says
     "a wrong path": (HIDDEN, dict(blocks="layers"), r"has no layers with several blocks.*: blocks \(4 of Block\)"),
     "a class token under a known name": (
         made(attention, name="SiT", forward=class_token_first, x_embedder=SimpleNamespace(num_patches=N)),
-        dict(blocks=None), "the network has 16 patches, and its blocks get 17 tokens: write keep="),
+        dict(blocks=None), "the network has 16 patches, and its blocks get 17 tokens. Write keep="),
     "class tokens alone": (made(attention, forward=class_token_first), dict(keep=17),
                            "17 of 17 tokens are never routed"),
     "class tokens by a list": (HIDDEN, dict(keep=(0, -1)), "keep=.0, -1. must be a number of leading.*use keep_mask="),

@@ -151,8 +151,10 @@ def test_seeds_and_classes_are_read_as_people_write_them():
     mixed = ["1", "10", "2", "other"]
     for text, label in (("0", 0), ("10", 1), ("2", 2), ("3", 3), ("other", 3)):
         assert parse_classes("classes", text, 4, mixed, [0]) == [label]
-    for text in ("1", "1-3", [3, 1]):
-        with pytest.raises(ValueError, match="1 is the name of class 0, and class 1 has another name: write 0"):
+    for text, labels in (("0-0", [0]), ("1-1", [1]), ("0-3", [0, 1, 2, 3])):     # ranges are of indices
+        assert parse_classes("classes", text, 4, mixed, [0]) == labels
+    for text in ("1", [3, 1]):
+        with pytest.raises(ValueError, match="write classes=0-0 for the former, or classes=1-1 for the latter"):
             parse_classes("classes", text, 4, mixed, [0])
     assert labels_of([0, 1, 2, 100_001], [4, 9]) == [4, 9, 4, 9]
 

@@ -230,6 +230,8 @@ IMPORTED = {  # what was brought, settings, what the stored values become, value
         write_invae, TREAD | {"autoencoder": "none"}, np.copy, {"scale": 1.0, "shape": [16, 8, 8]}),
     "scaled tars for a decoder of one's own": (
         write_invae, TREAD | {"autoencoder": "python:mine.decode"}, np.copy, {"scale": 1.0}),
+    "scaled tars of four channels without a decoder": (
+        write_tread, TREAD | {"autoencoder": "none"}, np.copy, {"scale": 0.18215, "autoencoder": "none"}),
     "unscaled tars": (made(write_tread, place="*.tar"), TREAD | {"scale": 0.5}, lambda z: z * np.float32(0.5),
                       {"kind": "sample", "scale": 0.5}),
     "tars of moments": (made(write_tread, values=BEYOND, place="train-{0000..0001}.tar"), TREAD | {"kind": "moments"},

@@ -281,9 +281,9 @@ def test_a_custom_decoder_gets_the_autoencoders_latents_where_the_user_names_it(
     ("python:my_decoder.nothing", "has no attribute 'nothing'"),
     ("python:my_decoder.flat", r"maps one latent \(1, 4, 4, 4\) to \(1, 64\); images are"),
     ("python:my_decoder.grey", r"to \(1, 1, 4, 4\); images are \(1, 3, H, W\)"),
-    ("python:my_decoder.array", "returns float32, not a tensor of floating-point pixels in -1 … 1: convert it"),
-    ("python:my_decoder.bytes", "returns torch.uint8, not a tensor"),
-    ("python:my_decoder.pair", "returns tuple, not a tensor"),
+    ("python:my_decoder.array", "returns ndarray: return one floating-point tensor of pixels in -1 … 1 .of an"),
+    ("python:my_decoder.bytes", "returns torch.uint8: return one floating"),
+    ("python:my_decoder.pair", "returns tuple: return one floating"),
     ("broken.pt", "broken.pt is not a complete TorchScript file"),
     ("none", "autoencoder=none: these latents cannot be decoded"),
 ])
