@@ -57,16 +57,20 @@ def write_folder(folder, latents, labels, mirrored=None, shard=40, hashed=False,
     return folder
 
 
-def write_rows(folder, name, rows, shard=40):
+def write_rows(folder, name, rows):
     """Writes an array beside the latents of `write_folder`."""
-    for s, start in enumerate(range(0, len(rows), shard)):
-        np.save(folder / f"{name}-{s:05d}.npy", rows[start : start + shard])
-    return folder
+    for s, start in enumerate(range(0, len(rows), 40)):
+        np.save(folder / f"{name}-{s:05d}.npy", rows[start : start + 40])
 
 
 def record_teacher(folder, shape, mirror="files"):
     change_record(folder, arrays={"teacher": {"shape": shape, "dtype": "float16", "mirror": mirror}})
     return folder
+
+
+def with_teacher(folder):
+    write_rows(folder, "teacher", np.ones((COUNT, 3), np.float16))
+    return record_teacher(folder, [3])
 
 
 def numbered(count=COUNT, channels=4, size=4, seed=0):
@@ -204,8 +208,7 @@ def test_a_moved_folder_is_the_same_data_set_and_other_content_is_not(tmp_path):
         write_folder(tmp_path / "d", numbered(seed=1), labels_of()),
         write_folder(tmp_path / "e", numbered(), labels_of()[::-1].copy()),
         write_folder(tmp_path / "f", numbered(), labels_of(), num_classes=8),
-        record_teacher(write_rows(write_folder(tmp_path / "g", numbered(), labels_of()), "teacher",
-                                  np.ones((COUNT, 3), np.float16)), [3]),
+        with_teacher(write_folder(tmp_path / "g", numbered(), labels_of())),
         write_folder(tmp_path / "h", numbered(1200), labels_of(1200), hashed=True),
         write_folder(tmp_path / "i", unprobed, labels_of(1200), hashed=True)))
     assert here == elsewhere and len({here, *others}) == 7 and int(here, 16)
@@ -232,15 +235,15 @@ def age(name, seconds):
 
 CHANGED, COPIED = both(flip("latents-00001.npy", 3000), age("latents-00001.npy", -9)), age("latents-00001.npy", -9)
 HIDDEN = both(flip("latents-00001.npy", 3000), age("latents-00001.npy", 9))
-HASHED = [  # what happened to a folder, whether all is verified, whether it is refused, whether files were compared
+
+
+@pytest.mark.parametrize(("change", "verify", "is_refused", "num_compared"), [
+    # what happened to a folder, whether all is verified, whether it is refused, whether files were compared
     (as_it_is, False, False, 0), (COPIED, False, False, 1),
     (CHANGED, False, True, 1), (HIDDEN, False, False, 0), (HIDDEN, True, True, 9), (COPIED, True, False, 9),
-    (both(CHANGED, without_hashes), True, False, 0), (both(flip("labels-00002.npy", 128), age("labels-00002.npy", -9)),
-                                                      False, True, 1),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("change", "verify", "is_refused", "num_compared"), HASHED)
+    (both(CHANGED, without_hashes), True, False, 0),
+    (both(flip("labels-00002.npy", 128), age("labels-00002.npy", -9)), False, True, 1),
+])  # fmt: skip
 def test_files_newer_than_the_record_or_all_are_compared_with_their_hashes(tmp_path, monkeypatch, change, verify,
                                                                            is_refused, num_compared):
     folder = write_folder(tmp_path, numbered(), labels_of(), numbered(seed=9), hashed=True)
@@ -290,10 +293,6 @@ def moments(mean, std):
     return latents(np.concatenate([mean, std], axis=1), kind="moments")
 
 
-def teacher(folder):
-    record_teacher(write_rows(folder, "teacher", np.ones((COUNT, 3), np.float16)), [3])
-
-
 LATENTS, LABELS, TEACHER = (f"{name}-00001.npy" for name in ("latents", "labels", "teacher"))
 INFINITE = numbered()
 INFINITE[41, 1, 2, 2] = np.inf
@@ -319,7 +318,7 @@ BAD = [  # what is wrong with a folder, words
     (moments(numbered() * 4.7, abs(numbered()) * 0.01), "looks unscaled"),
     (latents(np.concatenate([numbered(), -abs(numbered()) - 0.1], axis=1)), "look like [mean, log-variance], not"),
     (put("masks-00000.npy", "x"), "holds masks-*.npy, weights of the loss, which train.py does not read"),
-    (both(teacher, array(TEACHER, lambda a: a[:39])),
+    (both(with_teacher, array(TEACHER, lambda a: a[:39])),
      f"{TEACHER} has float16 (39, 3), but metadata.json says float16 (40, 3)"),
 ]  # fmt: skip
 

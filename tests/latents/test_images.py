@@ -57,16 +57,12 @@ def test_a_folder_and_its_archives_are_sorted_by_class_and_name(tmp_path):
     refused(lambda: open_source(tmp_path / "b.part/test"), "b.part has no such folder; it has train, val")
 
 
-def rewrite_file(path):
-    (path / "cat/1.png").write_bytes(png(7))
-
-
 def rewrite_parquet(path):
     path.write_bytes(parquet(image=[png(1)], label=[0]))
 
 
 @pytest.mark.parametrize(("make", "change"), [
-    (lambda path: put(path, PETS), rewrite_file),
+    (lambda path: put(path, PETS), lambda path: put(path, {"cat/1.png": png(7)})),
     (lambda path: put_zip(path, PETS), lambda path: put_zip(path, PETS | {"cat/1.png": png(7)})),
     (lambda path: put_tar(path, PETS), lambda path: put_tar(path, PETS | {"cat/1.png": PETS["dog/0.png"]})),
     (lambda path: put(path.parent, {path.name: parquet(image=[png(0)], label=[0])}), rewrite_parquet),
@@ -183,13 +179,9 @@ def test_every_kind_of_8_bit_image_becomes_rgb():
         assert np.abs(decoded(encoded(smooth, kind)).astype(int) - [200, 100, 50]).max() < 4, kind
     cyan = decoded(encoded(Image.new("CMYK", (8, 8), (255, 0, 0, 0)), "jpeg")).astype(int)
     assert cyan.shape == (8, 8, 3) and np.abs(cyan - [0, 255, 255]).max() < 8
-    assert decoded(encoded(rgb, pnginfo=long_text())).shape == (8, 8, 3)
-
-
-def long_text() -> PngInfo:
     info = PngInfo()
     info.add_text("workflow", "x" * 2**21)  # more than Pillow's limit
-    return info
+    assert decoded(encoded(rgb, pnginfo=info)).shape == (8, 8, 3)
 
 
 def test_transparency_is_laid_over_white():
@@ -206,8 +198,6 @@ def test_transparency_is_laid_over_white():
 
 
 TWELVE = np.full((4, 4, 3), 4095, np.uint16)
-
-
 FRAMES = [Image.fromarray(noise(8, 8, seed)) for seed in (1, 2)]
 
 

@@ -105,11 +105,6 @@ def table(head: str, row: str, rows: list[tuple] = ROWS) -> str:
     return head + "".join(row.format(*cells, i=i) + "\n" for i, cells in enumerate(rows))
 
 
-def json_lines(**more) -> str:
-    return "".join(json.dumps({"file_name": name, "text": "a\u2028b\x85", "label": label}, ensure_ascii=False) + "\n"
-                   for name, label in ROWS)
-
-
 EDM = numbered(*(f"{i // 3:05d}/img{i:08d}.png" for i in range(6)))
 PAIRS = [[name, i % 3] for i, name in enumerate(EDM)]
 
@@ -206,7 +201,9 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     "images without a label": (FLAT | {"x.csv": table(HEAD, "{0},")}, "", BY_CSV, ["no class for 6 of the 6 images"]),
     "two labels of one image": (FLAT | {"x.csv": f"{HEAD}0.png,a\n0.png,b\n"}, "", BY_CSV, ["gives 0.png two classes"]),
     "numbers as names": (FLAT | {"x.jsonl": '{"file_name": 3, "label": 0}'}, "", {"labels": "x.jsonl"}, ["name 3 is"]),
-    "U+2028 in JSON lines": (FLAT | {"metadata.jsonl": json_lines()}, "", {"labels": "metadata.jsonl"}, RIGHT),
+    "U+2028 in JSON lines": (
+        FLAT | {"metadata.jsonl": table("", '{{"file_name": "{0}", "text": "a\u2028b\x85", "label": "{1}"}}')}, "",
+        {"labels": "metadata.jsonl"}, RIGHT),
     "metadata.parquet": (FLAT | {"metadata.parquet": parquet(file_name=[*FLAT], label=[0] * 6)}, "", {},
                          ["metadata.parquet for the images in it; or its labels, written as a .csv; labels=none"]),
     # webdataset and img2dataset.

@@ -1,6 +1,5 @@
 """Feature extractors: their inputs, the weights that they accept, and what they refuse."""
 
-import hashlib
 import json
 import runpy
 import shutil
@@ -11,6 +10,7 @@ import torch
 from conftest import one_rank, run_command
 
 import fid
+from runtime.files import sha256
 from scoring import features
 from scoring.features import Extractor, extract
 
@@ -22,10 +22,6 @@ def load(name, *arguments):
 def pictures(count, side=32, seed=0):
     return torch.randint(0, 256, (count, side, side, 3), dtype=torch.uint8,
                          generator=torch.Generator().manual_seed(seed))
-
-
-def sha256(path):
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 # ---- what all share

@@ -13,13 +13,10 @@ from runtime import files
 from weights import checkpoint as checkpoints
 
 
-def tensors(value: float = 1.0):
-    return {"model": {"a": torch.full((3, 2), value), "b": torch.arange(4).to(torch.bfloat16)},
-            "ema": {"a": torch.full((3, 2), -value)}}
-
-
 def save(run, step, value=1.0, **meta):
-    checkpoints.save(checkpoints.step_folder(run, step), tensors(value), {"step": step, **meta})
+    tensors = {"model": {"a": torch.full((3, 2), value), "b": torch.arange(4).to(torch.bfloat16)},
+               "ema": {"a": torch.full((3, 2), -value)}}
+    checkpoints.save(checkpoints.step_folder(run, step), tensors, {"step": step, **meta})
     return checkpoints.step_folder(run, step)
 
 

@@ -19,7 +19,6 @@ from weights.loading import find_by_hash, find_checkpoint, load_trained
 
 NETWORK = dict(input_size=4, patch_size=2, in_channels=3, hidden_size=8, depth=2, num_heads=2, num_classes=3)
 STEP = Path("run/checkpoints/step-00000002")
-TRAINING = Path(*STEP.parts[1:]) / "training.safetensors"
 
 
 @pytest.fixture
