@@ -8,9 +8,9 @@ import torch
 from conftest import ROOT, one_rank, run_command, save_vae
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from test_foreign import tables, under
 
 import fid
-from blocks.transformer import rotary_angles
 from dit import DiT_models
 from guidance import Guidance
 from runtime.schema import read
@@ -64,9 +64,7 @@ def small_weights(gauge, path):
                              learn_sigma=gauge.startswith(("dit", "sit"))))
     state = net.state_dict()
     if "lightning" in gauge:
-        state = {f"module.{name}": value for name, value in state.items()}
-        angles = rotary_angles(torch.arange(16).unsqueeze(0), 4, 16)[0, 0].repeat_interleave(2, dim=-1)
-        state |= {"module.feat_rope.freqs_cos": angles.cos(), "module.feat_rope.freqs_sin": angles.sin()}
+        state = under("module.", state | tables())
     if "repa" in gauge:
         state |= {f"projectors.0.{i}.weight": torch.zeros(4, 4) for i in (0, 2, 4)}
     torch.save({"ema": state} if "lightning" in gauge or "repa" in gauge else state, path)

@@ -70,9 +70,6 @@ def same_folder(a: Path, b: Path) -> bool:
     return names == sorted(os.listdir(b)) and filecmp.cmpfiles(a, b, names, shallow=False)[0] == names
 
 
-run = partial(forked.run, "scripts/prepare_latents.py")
-
-
 # ---- what is written ------------------------------------------------------------------------------------------------
 
 
@@ -291,8 +288,8 @@ def test_a_second_process_is_refused_and_a_file_system_without_locks_is_named(pe
 def test_two_ranks_write_what_one_writes(pets, vae_folder, pooled, tmp_path):
     overrides = f"source={pets} resolution=32 autoencoder={vae_folder} kind=sample shard_size=3 mirror=true".split()
     overrides += [f"teacher={pooled}", "patch_size=1"]
-    one = run(*overrides, f"out={tmp_path / 'one'}")
-    two = run(*overrides, f"out={tmp_path / 'two'}", ranks=2)
+    one, two = (forked.run("scripts/prepare_latents.py", *overrides, f"out={tmp_path / name}", ranks=ranks)
+                for name, ranks in (("one", 1), ("two", 2)))
     assert one.returncode == 0 and two.returncode == 0, one.stderr + two.stderr
     assert "images/s" not in two.stderr  # progress bars are for terminals
     assert two.stdout.count("next: python train.py experiment=small_cpu data.path=") == 1

@@ -7,7 +7,6 @@ import pytest
 import torch
 import training_runs
 from conftest import run_command
-from safetensors.torch import load_file
 from training_runs import assert_same_end
 
 import sample
@@ -34,10 +33,6 @@ def trained(run, data, *overrides):
     return training_runs.trained(run, data, "log.every=1", *SEVERAL, *overrides)
 
 
-def weights(folder, name):
-    return load_file(folder / f"{name}.safetensors")
-
-
 @pytest.fixture(scope="module")
 def several(shapes, tmp_path_factory):
     """A run of 6 steps with two averages that was stopped once."""
@@ -56,9 +51,9 @@ def test_each_average_is_that_of_its_decay_and_the_first_that_of_a_run_with_one(
     for name, decay in {"ema": 0.9, "ema-0.5": 0.5}.items():
         expected = first
         for folder in steps:
-            now = weights(folder, "model")
+            now = checkpoints.load(folder, "model")
             expected = {key: decay * expected[key] + (1 - decay) * now[key] for key in now}
-        saved = weights(steps[-1], name)
+        saved = checkpoints.load(steps[-1], name)
         assert max((saved[key] - expected[key]).abs().max() for key in saved) <= 1e-6
     trained(tmp_path / "plain", shapes, "ema.decay=0.9", "steps=6")
     plain = checkpoints.latest(tmp_path / "plain")
@@ -82,8 +77,8 @@ def test_a_run_resumes_with_other_averages(several, shapes, tmp_path, overrides,
     before, after = (checkpoints.step_folder(run, step) for step in (6, 7))
     assert {path.stem for path in after.glob("ema*")} == {*expected}
     for name, (source, decay) in expected.items():
-        mixed = decay * weights(before, source)[QKV] + (1 - decay) * weights(before, "model")[QKV]
-        torch.testing.assert_close(weights(after, name)[QKV], mixed)
+        mixed = decay * checkpoints.load(before, source)[QKV] + (1 - decay) * checkpoints.load(before, "model")[QKV]
+        torch.testing.assert_close(checkpoints.load(after, name)[QKV], mixed)
 
 
 def test_a_grid_and_scores_are_of_the_averages_that_are_named(shapes, pixel_reference, tmp_path):

@@ -272,8 +272,10 @@ def test_the_network_that_is_meant_is_read(content, weights, expected, says, is_
     ({"model": RAW, "ema": EMA}, "ema-0.5", "it has no weights=ema-0.5: set weights=model or weights=ema"),
     ({"state_dict": RAW}, "ema", "it has no weights=ema: set weights=state_dict"),
     (RAW, "model", "it has no weights=model: leave weights= out"),
-    ({"trainer": {"ema": EMA}}, None, "holds no DiT's state dict"), ([RAW], None, "holds no DiT's state dict"),
+    *((content, None, "holds no DiT's state dict") for content in (
+        {"trainer": {"ema": EMA}}, [RAW], {"epoch": 3}, {"conv.weight": torch.zeros(3)})),
     ({key: value.to(torch.int8) for key, value in RAW.items()}, None, "tensors in int8"),
+    ({key: value.to(torch.float8_e4m3fn) for key, value in RAW.items()}, None, "tensors in float8_e4m3fn"),
     ({**RAW, "pos_embed": RAW["pos_embed"] / 0}, None, "not finite in 1 of .* tensors, pos_embed"),
     # ByteDance-Seed/Bagel#160: a frozen part is missing in the average; the raw weights must not fill it up.
     ({"model": RAW, "ema": without(EMA, "t_embedder")}, None, "do not fit their network.*t_embedder.mlp.0.weight"),
@@ -303,21 +305,13 @@ def test_a_folder_of_several_weights_files_asks_for_one(tmp_path):
 
 
 def test_two_networks_of_a_file_are_two_sets_of_pictures(tmp_path):
-    torch.save({f"ema_{decay}": pixels() for decay in (0.9, 0.99)}, tmp_path / "x.pt")
+    of_pixels = fill(DiT(**TINY | {"in_channels": 3}, learn_sigma=True)).state_dict()
+    torch.save({f"ema_{decay}": of_pixels for decay in (0.9, 0.99)}, tmp_path / "x.pt")
     draw = [f"checkpoint={tmp_path}/x.pt", "num_heads=2", "cpu=true", "num_steps=1", "diffusion_name=edm", "seeds=0-1",
             f"out={tmp_path}/out"]
     run_command(sample.main, "sample.py", *draw, "weights=ema_0.9")
     with pytest.raises(SystemExit, match="pictures of another set"):
         run_command(sample.main, "sample.py", *draw, "weights=ema_0.99")
-
-
-def pixels() -> dict:
-    """Weights of a network of 8x8 pixels."""
-    return fill(DiT(input_size=8, patch_size=2, in_channels=3, hidden_size=32, depth=2, num_heads=2, num_classes=3,
-                    learn_sigma=True)).state_dict()
-
-
-POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 2697000000\n"
 
 
 @pytest.mark.parametrize("load, name", [
@@ -326,7 +320,7 @@ POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\ns
 def test_a_pointer_of_git_lfs_is_called_one(load, name, tmp_path):
     save_vae(tmp_path / "vae", scaling_factor=0.5)
     (tmp_path / name).parent.mkdir(exist_ok=True)
-    (tmp_path / name).write_text(POINTER)
+    (tmp_path / name).write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 2697\n")
     refused(lambda: load(str(tmp_path / name.partition("/")[0])), "pointer of Git LFS")
 
 
@@ -396,11 +390,9 @@ def sampled(diffusion: RF | DDPM, net: nn.Module, case: dict, solver: str, **set
                             randn_like=CountedNoise(), **settings)
 
 
-SAMPLED = [*(("sit", "euler_maruyama", case) for case in SIT["sde"]),
-           *(("repa", case.get("solver", "euler_maruyama"), case) for case in REPA["sde"] + REPA["ode"])]
-
-
-@pytest.mark.parametrize("family, solver, case", SAMPLED)
+@pytest.mark.parametrize("family, solver, case", [
+    *(("sit", "euler_maruyama", case) for case in SIT["sde"]),
+    *(("repa", case.get("solver", "euler_maruyama"), case) for case in REPA["sde"] + REPA["ode"])])
 def test_images_equal_those_of_sit_and_repa_by_ode_and_sde(family, solver, case, tmp_path):
     assert_equal(sampled(RF(), loaded(family, tmp_path).net, case, solver), case["out"])
 
