@@ -63,12 +63,6 @@ def test_every_run_is_in_exactly_one_part(tmp_path):
             study.in_part(runs, wrong)
 
 
-@pytest.mark.parametrize("changed", [{"study": MATRIX | {"compare": [["dit", "dot"]]}}, {"only": ["dot"]}])
-def test_an_unknown_variant_raises_a_one_line_error(tmp_path, changed):
-    with pytest.raises(ValueError, match="names dot, but the variants are dit, tread"):
-        study.runs_of(settings(tmp_path, **changed))
-
-
 def popen(line: list[str], process_group: int) -> SimpleNamespace:
     """Runs what a study calls in this process, without the seconds that another takes to begin."""
     assert line[0] == sys.executable and process_group == 0 and parse_options(line[2:])
