@@ -410,11 +410,9 @@ def run_folder(tmp_path_factory):
 
 def command(tmp_path, **options):
     """Runs fid.py in this process and returns its row, or None where it writes a reference."""
-    options = {"features": "pixels", "cpu": True, "batch_size": 16} | options
-    if "out" not in options:
-        options = {"results": tmp_path / "results.jsonl"} | options
-    run_command(fid.main, "fid.py", **options)
     results = tmp_path / "results.jsonl"
+    options = {"features": "pixels", "cpu": True, "batch_size": 16} | options
+    run_command(fid.main, "fid.py", **options, **({} if "out" in options else {"results": results}))
     return json.loads(results.read_text().splitlines()[-1]) if results.is_file() else None
 
 
