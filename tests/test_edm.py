@@ -1,6 +1,5 @@
 """DDPM's sampler against a closed form. EDM is compared with published code: tests/test_published_parity.py."""
 
-
 import torch
 
 from edm import DDPM

@@ -37,12 +37,14 @@ def test_a_mask_keeps_the_right_number_of_distinct_tokens_of_each_sample_in_rast
     assert all({*few} <= {*many} for few, many in zip(fewer.tolist(), ids.tolist(), strict=True))
 
 
-def test_every_token_is_kept_equally_often_and_each_sample_has_its_own_mask():
+@pytest.mark.parametrize(("selection", "num_tokens", "ratio", "masks"), [
+    ("random", 10, 0.5, 252), ("grid", 16, 0.75, 4**4)])
+def test_every_token_is_kept_equally_often_and_each_sample_has_its_own_mask(selection, num_tokens, ratio, masks):
     torch.manual_seed(0)
-    ids = router.get_mask(tokens(batch=8000, num_tokens=10, dim=1), 0.5)
-    share = torch.zeros(10).scatter_add_(0, ids.flatten(), torch.ones(ids.numel())) / 8000
-    assert (share - 0.5).abs().max() < 0.03  # five standard deviations are 0.028
-    assert len({tuple(row) for row in ids.tolist()}) > 240  # of 252 possible masks
+    ids = Router(selection).get_mask(tokens(8000, num_tokens, dim=1), ratio)
+    share = torch.zeros(num_tokens).scatter_add_(0, ids.flatten(), torch.ones(ids.numel())) / 8000
+    assert (share - (1 - ratio)).abs().max() < 5 * (ratio * (1 - ratio) / 8000) ** 0.5  # five standard deviations
+    assert len({tuple(row) for row in ids.tolist()}) == masks
 
 
 @pytest.mark.parametrize(("routes", "says"), [

@@ -151,13 +151,6 @@ def test_a_product_of_rotated_queries_and_keys_depends_on_their_distance_alone()
 PUBLISHED = published("mixers")
 
 
-def scan_inputs(num_tokens=11):
-    torch.manual_seed(0)
-    batch, G, H, P, S = 2, 2, 3, 4, 5
-    return (torch.randn(batch, num_tokens, G, H, P), F.softplus(torch.randn(batch, num_tokens, G, H) - 1),
-            -16 * torch.rand(G, H), torch.randn(batch, num_tokens, G, S), torch.randn(batch, num_tokens, G, S))
-
-
 def wkv_loop(k, v, decay, bonus):
     """The definition, one pair of tokens after the other."""
     num_tokens, outs = k.shape[1], []
@@ -220,9 +213,11 @@ def test_step_sizes_and_decays_start_where_mamba_2s_do():
 
 
 def test_scans_are_float32_whatever_the_activations_are():
-    scanned = mamba.selective_scan(*scan_inputs())
+    inputs = (torch.randn(2, 11, 2, 3, 4), F.softplus(torch.randn(2, 11, 2, 3) - 1), -16 * torch.rand(2, 3),
+              *torch.randn(2, 2, 11, 2, 5))
+    scanned = mamba.selective_scan(*inputs)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(mamba.selective_scan(*scan_inputs()), scanned)
+        assert torch.equal(mamba.selective_scan(*inputs), scanned)
     k, v = torch.randn(2, 16, 8).bfloat16(), torch.randn(2, 16, 8).bfloat16()
     assert rwkv.wkv(k, v, torch.ones(8), torch.zeros(8)).dtype == torch.float32
 

@@ -6,6 +6,7 @@ from library_networks import family
 from oracle import BATCH, Case, N, assert_close, assert_exact, gradients, randn, refused
 from small_networks import X, made
 from test_libraries import in_training, noise_for
+from test_routing import LastRows
 from test_situations import attention
 
 from routed import Route, Router, routed
@@ -66,18 +67,11 @@ def test_gradient_checkpointing_uses_the_number_of_tokens_that_a_mask_raised():
     assert_close(trained(True), trained(False))
 
 
-class Rows(Router):
-    """One's own selection: the tokens that stay are the first ones."""
-
-    def score(self, x, noise):
-        return torch.arange(noise.shape[1]).expand(len(noise), -1).float()
-
-
 def test_tokens_are_selected_by_the_router_that_is_given():
     net, norm = made(attention).model, X.abs().sum(-1)
     for router, expected in ((Router("l1", l1_reg=1.0), norm.topk(K).indices),
                              (Router("l1", 1.0, inverse=True), (-norm).topk(K).indices), (Router("grid"), None),
-                             (Rows(), torch.arange(K).expand(BATCH, -1))):
+                             (LastRows(), torch.arange(N - K, N).expand(BATCH, -1))):
         with routed(net, ALL_BUT_A_QUARTER, blocks="blocks", router=router) as routing:
             net(x=X)
         ids = routing.ids_keep[0]
