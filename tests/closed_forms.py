@@ -113,7 +113,7 @@ class Replayed:
         self.calls[name] += 1
         name = f"{name} of rank {rank}" if (rank := os.environ.get("RANK", "0")) != "0" else name
         distribution = "rand" if function == "rand" else "randn"
-        shape = tuple(arguments[0].shape) if is_like else flat(arguments)
+        shape = (arguments[0] if is_like else torch.empty(*arguments, device="meta")).shape
         dtype = dtype or (arguments[0].dtype if is_like else torch.float32)
         return numbers(name, n, math.prod(shape), distribution).view(shape).to(dtype)
 
@@ -125,10 +125,6 @@ def in_order(order: list[list[int]]) -> Callable:
         return ((np.array(ids[rank * share :][:share]), None) for ids in order)
 
     return plan
-
-
-def flat(shape: tuple) -> tuple[int, ...]:
-    return tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
 
 
 def values_of(weight: Tensor, count: int = 4) -> list[float]:

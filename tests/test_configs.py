@@ -4,10 +4,10 @@ import contextlib
 import functools
 import inspect
 import re
-from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT
 from hydra import compose, initialize_config_dir
 from hydra.errors import MissingConfigException
 from omegaconf import OmegaConf
@@ -25,7 +25,6 @@ from training.run import describe_network
 from training.settings import MuonSettings, TrainSettings, check_settings
 from weights.records import architecture, build_diffusion, build_network
 
-ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "configs"
 EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
 

@@ -25,12 +25,8 @@ from weights.loading import load_trained
 from weights.records import build_network, build_schedule
 
 ROUTE = Route(2, 2, 0.5)  # of model=tread at a depth of 6
-NETWORK = dict(input_size=8, in_channels=3, hidden_size=32, depth=6, num_heads=2, num_classes=5)
-
-
-def small_net(**keywords):
-    torch.manual_seed(0)
-    return build_network({**NETWORK, "routes": [vars(ROUTE)], **keywords})
+NETWORK = dict(input_size=8, in_channels=3, hidden_size=32, depth=6, num_heads=2, num_classes=5,
+               routes=[vars(ROUTE)])
 
 
 def ratios(schedule, steps):
@@ -127,7 +123,7 @@ def test_what_was_trained_is_recorded_and_guidance_uses_the_initial_route(taught
 @pytest.mark.parametrize("name", [None, "version1", "alignment"])
 def test_every_objective_takes_the_routes_of_its_step(name):
     """All that a network is called with is the step's: none asks for those that the network was built with."""
-    net = small_net()
+    net = build_network(NETWORK)
     schedule = RouteSchedule(net.routes, changes=((1, (Route(1, 1, 0.25), Route(4, 4, 0.75))), (2, ())))
     objective = build_objective(net, EDM(), {"name": name}, {"teacher": (16, 5)}, schedule)
     seen, forward = [], net.forward
@@ -143,18 +139,16 @@ def test_every_objective_takes_the_routes_of_its_step(name):
 
 
 def test_flops_of_a_study_are_those_of_the_steps_that_were_taken(tmp_path):
-    network = {**NETWORK, "routes": [vars(ROUTE)]}
-    changes, state = {"dense_after": 2, "selection_ratios": [0.25, 0.75]}, build_network(network).state_dict()
-    meta = {"step": 4, "network": network, "route_schedule": changes, "seed": 3, "batch_size": 8,
+    changes, net = {"dense_after": 2, "selection_ratios": [0.25, 0.75]}, build_network(NETWORK)
+    meta = {"step": 4, "network": NETWORK, "route_schedule": changes, "seed": 3, "batch_size": 8,
             "config": {"steps": 4}, "diffusion": {}}
-    checkpoints.save(checkpoints.step_folder(tmp_path, 4), {"ema": state, "model": state}, meta)
+    checkpoints.save(checkpoints.step_folder(tmp_path, 4), dict.fromkeys(("ema", "model"), net.state_dict()), meta)
     source = {"in_training": True, "guidance": None, "seeds": "0", "precision": "fp32", "multiply_adds": {}}
     for step in (0, 1, 4):
         files.append_row(tmp_path / "results.jsonl", {
             "source": {**source, "step": step}, "metrics": {"fid": 1.0}, "extractor": {"name": "x"}, "images": 2,
             "device": "cpu", "versions": {}, "reference": {"path": "x"}})
     run = run_of("route_schedule.dense_after=2", seed=3, folder=tmp_path)
-    net = build_network(network)
     cost = [8 * 6 * sum(multiply_adds(net, routes)) for routes in map(build_schedule(net, changes, 3).at, range(4))]
     assert [score["flops"] for score in study.from_disk(run)["scores"]] == [0, cost[0], sum(cost)]
     assert cost[2] == cost[3] == 8 * 6 * sum(multiply_adds(net)) > cost[0]

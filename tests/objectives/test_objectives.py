@@ -61,10 +61,6 @@ def test_settings_and_arrays_that_do_not_fit_raise_a_one_line_error(name, routes
 # ---- alignment with a teacher's tokens -------------------------------------------------------------------------------
 
 
-def aligned(routes=ROUTED, **settings):
-    return objective_of("alignment", routes, **settings)
-
-
 def test_the_projectors_start_has_the_spread_of_repas():      # its loss and gradient: test_published_training.py
     torch.manual_seed(1)
     start = {key: p.std().item() for key, p in projector(64, 24).named_parameters()}
@@ -73,7 +69,7 @@ def test_the_projectors_start_has_the_spread_of_repas():      # its loss and gra
 
 @pytest.mark.parametrize(("depth", "block"), [(28, 7), (24, 7), (12, 3), (6, 1), (2, 0)])
 def test_the_default_block_is_the_eighth_or_that_at_a_third_of_the_depth(depth, block):
-    objective, seen = aligned([], depth=depth), []
+    objective, seen = objective_of("alignment", depth=depth), []
     hidden = hidden_after(objective.net, block)
     objective.projector.register_forward_hook(lambda _, args, output: seen.extend(args))
     loss_of(objective)
@@ -82,7 +78,7 @@ def test_the_default_block_is_the_eighth_or_that_at_a_third_of_the_depth(depth, 
 
 @pytest.mark.parametrize(("block", "kept"), [(0, 16), (1, 8), (2, 8), (3, 16)])
 def test_tokens_are_compared_with_the_teachers_at_their_positions_and_on_a_route_only_the_kept_ones(block, kept):
-    objective, teacher, values = aligned(block=block), batch()[2], []
+    objective, teacher, values = objective_of("alignment", ROUTED, block=block), batch()[2], []
     hidden = hidden_after(objective.net, block)
     _, terms = loss_of(objective)
     tokens, positions = hidden["tokens"], hidden["positions"].expand(4, -1)
@@ -95,7 +91,7 @@ def test_tokens_are_compared_with_the_teachers_at_their_positions_and_on_a_route
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_under_autocast_the_angle_and_its_mean_are_computed_in_float32(dtype):
-    objective, seen, teacher = aligned(block=1), {}, batch()[2].to(dtype)
+    objective, seen, teacher = objective_of("alignment", ROUTED, block=1), {}, batch()[2].to(dtype)
     hidden = hidden_after(objective.net, 1)
     objective.projector.register_forward_hook(lambda _, args, output: seen.update(tokens=output))
     with torch.autocast("cpu", torch.bfloat16):

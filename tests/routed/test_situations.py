@@ -81,10 +81,6 @@ def pooled_keys(self, x):
     return x + self.out(F.scaled_dot_product_attention(q, k, v))
 
 
-def one_that_pools(self, x):
-    return pooled_keys(self, x) if self.pools else self.attend(x)
-
-
 def folded(self, x):
     """As lucidrains' residual streams, which are folded into the batch, and which its blocks mix."""
     return self.attend(x + x.unflatten(0, (4, -1)).mean(0).repeat(4, 1, 1))
@@ -134,12 +130,6 @@ def value_residual(net, x):
 
 def in_order(*order):
     return lambda net, x: through([net.blocks[i] for i in order], x)
-
-
-def marked(parts):
-    for i, part in enumerate(parts):
-        part.pools = i == 2
-    return nn.ModuleList(parts)
 
 
 def encoder(**options):
@@ -223,7 +213,8 @@ REFUSED = {     # network, its description, and what the error says
     "pooled keys": (made(pooled_keys), {}, POSITIONS),
     "streams folded into the batch": (made(folded, forward=lambda net, x: through(
         net.blocks, x.repeat(4, 1, 1)).unflatten(0, (4, -1)).sum(0)), {}, POSITIONS),
-    "another block of a list": (made(one_that_pools, make=marked), dict(routes=MIDDLE), f"block 2 .*{POSITIONS}"),
+    "another block of a list": (made(lambda self, x: pooled_keys(self, x) if self.number == 2 else self.attend(x)),
+                                dict(routes=MIDDLE), f"block 2 .*{POSITIONS}"),
     "order alone": (made(causal), {}, "set ordered=True"),
     "a bias of std 0.02": (made(relative), {}, POSITIONS),
     "a gate of zeros as an argument": (

@@ -32,24 +32,17 @@ def gpus(monkeypatch):
     return make
 
 
-@pytest.fixture
-def unusable(monkeypatch):
-    """A machine with a GPU's device file and a torch that sees none."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(device.Path, "glob", lambda self, pattern: iter(["/dev/nvidia0"]))
-
-
 @pytest.mark.parametrize(("visible", "has_file", "is_error"), [
     (None, True, True), ("0", False, True), ("", True, False), ("-1", True, False), ("NoDevFiles", True, False),
     (None, False, False),
 ])
-def test_no_command_computes_on_the_cpu_unnoticed_where_there_is_a_gpu(unusable, monkeypatch, visible, has_file,
-                                                                       is_error):
+def test_no_command_computes_on_the_cpu_unnoticed_where_there_is_a_gpu(monkeypatch, visible, has_file, is_error):
+    """The GPU has a device file, and torch sees none."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(device.Path, "glob", lambda self, pattern: iter(["/dev/nvidia0"] * has_file))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    if not has_file:
-        monkeypatch.setattr(device.Path, "glob", lambda self, pattern: iter([]))
     assert check_device(True)
     if is_error:
         with pytest.raises(ValueError, match=r"has a GPU that torch .* cannot use: .*nvidia-smi.*cpu=true"):
