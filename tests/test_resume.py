@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+from unittest.mock import Mock
 
 import forked
 import pytest
@@ -82,10 +83,6 @@ def test_a_full_disk_ends_the_run_with_a_one_line_error_and_leaves_the_last_good
     trained(run, shapes, "steps=8")
 
 
-def fail(*_, **__):
-    raise RuntimeError("no network")
-
-
 @pytest.mark.parametrize(("newest", "patches", "overrides", "code", "says"), [
     (24, {}, ["checkpoint.keep_last=1", "checkpoint.every=1"], 0, "Finished 24 steps"),
     (24, {}, ["log.every=1", "max_skipped_in_row=7"], 0, "Finished 24 steps"),
@@ -98,7 +95,8 @@ def fail(*_, **__):
     (20, {}, ["steps=20"], 0, "Finished 20 steps"),
     (24, {}, ["steps=4"], 1, "more than steps=4"),
     (24, {}, ["optimizer=muon", "steps=30"], 1, "another optimizer"),
-    (24, {"accelerate.Accelerator.init_trackers": fail}, ["steps=30", "log.trackers=[wandb]"], 1, "could not start"),
+    (24, {"accelerate.Accelerator.init_trackers": Mock(side_effect=RuntimeError("no network"))},
+     ["steps=30", "log.trackers=[wandb]"], 1, "could not start"),
     (20, {"runtime.ranks.StopRequest.agreed": lambda *_: signal.SIGTERM}, ["optimizer.lr=0.5", "steps=30"], 143,
      "Stopped by SIGTERM at step 20"),
 ])

@@ -85,32 +85,22 @@ def test_autocast_routes_and_keeps_gradients_finite(name):
     assert routing.ids_keep[1].shape == (BATCH, 8)
 
 
-def features(model, x):
-    return model.forward_features(x)
+ENTRIES = {     # beside the forward: of which networks, and how they are entered
+    "features": (("VisionT", "Eva"), lambda model, x: model.forward_features(x)),
+    "intermediates": (("VisionT", "Eva"), lambda model, x: model.forward_intermediates(x, output_fmt="NLC")[0]),
+    "layers": (("VisionT",), lambda model, x: torch.cat(model.get_intermediate_layers(
+        x, n=1, return_prefix_tokens=True, norm=True)[0][::-1], dim=1)),
+    "parts": (("Dinov2",), lambda model, x: model.layernorm(model.encoder(model.embeddings(x)).last_hidden_state)),
+}
 
 
-def intermediates(model, x):
-    return model.forward_intermediates(x, output_fmt="NLC")[0]
-
-
-def layers(model, x):
-    [(tokens, first)] = model.get_intermediate_layers(x, n=1, return_prefix_tokens=True, norm=True)
-    return torch.cat([first, tokens], dim=1)
-
-
-def by_its_part(model, x):
-    return model.layernorm(model.encoder(model.embeddings(x)).last_hidden_state)
-
-
-@pytest.mark.parametrize(("name", "way"), [
-    *((name, way) for name in NETWORKS if name.startswith("VisionT") for way in (features, intermediates, layers)),
-    *((name, way) for name in NETWORKS if name.startswith("Eva") for way in (features, intermediates)),
-    *((name, by_its_part) for name in NETWORKS if name.startswith("Dinov2"))])
-def test_class_and_register_tokens_are_kept_by_every_entry_to_an_encoder(name, way):
-    case = family(name)
+@pytest.mark.parametrize(("name", "entry"), [
+    (name, entry) for entry, (begin, _) in ENTRIES.items() for name in NETWORKS if name.startswith(begin)])
+def test_class_and_register_tokens_are_kept_by_every_entry_to_an_encoder(name, entry):
+    case, (_, enter) = family(name), ENTRIES[entry]
     with torch.no_grad(), routed(case.model, [Route(0, -1, 0.75)], mask_noise=noise_for(case)) as routing:
         expected, ids = case.call(), routing.ids_keep[0]
-        assert torch.equal(way(case.model, *case.inputs.values()), expected) and ids.shape == (BATCH, N // 4)
+        assert torch.equal(enter(case.model, *case.inputs.values()), expected) and ids.shape == (BATCH, N // 4)
 
 
 @pytest.mark.parametrize(("name", "says", "inputs"), [

@@ -26,11 +26,6 @@ from runtime.schema import read, refuse
 from sample import SampleSettings
 from training.settings import TrainSettings
 
-
-def train_settings(*arguments: str) -> TrainSettings:
-    return read(TrainSettings, compose("config", TrainSettings, arguments))
-
-
 # ---- what is typed --------------------------------------------------------------------------------------------------
 
 NUMBERS = ["2025_11_25", "007", "1e3", "False", ".5", "inf", "a b"]
@@ -84,7 +79,7 @@ def test_the_values_of_a_sweep_are_each_a_job_of_what_was_typed(setting, values)
 
 def test_a_tilde_is_the_home_folder(monkeypatch):
     monkeypatch.setenv("HOME", "/users/me")
-    cfg = train_settings("data.path='~/x'", "name='~x'")
+    cfg = read(TrainSettings, compose("config", TrainSettings, ["data.path='~/x'", "name='~x'"]))
     assert (cfg.data.path, cfg.name) == ("/users/me/x", "~x")
 
 
