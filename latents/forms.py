@@ -132,7 +132,7 @@ def open_stored(
     convention = replace(form.convention, scale=scale or form.convention.scale)
     if form.scaled and scale is None and autoencoder:
         own = own_convention(autoencoder)           # by which they were scaled already
-        if own is None and stored.shape[0] != 4:    # nobody knows by what, so a decoder gets them as stored
+        if own is None and stored.shape[:1] != (4,):    # nobody knows by what, so a decoder gets them as stored
             own, form = Convention(), replace(form, decoder="unknown", downsample=None)
         convention = own or convention
     stored.form = replace(form, convention=convention, scaled=form.scaled and scale is None,

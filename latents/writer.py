@@ -45,7 +45,9 @@ def is_finished(out: Path, settings: dict, is_main: bool = True) -> bool:
         return False
     before = read_json(out / "preparing.json")
     of_files = {"fingerprint": "the names, labels, sizes or times of the source's files differ",
-                "weights": "the sizes or times of the autoencoder's or the teacher's files differ"}
+                "weights": "the sizes or times of the autoencoder's or the teacher's files differ",
+                "statistics": "the size or time of the autoencoder's latents_stats.pt differs"}
+    before.setdefault("statistics", settings.get("statistics"))     # which older folders do not record
     changed = [of_files.get(key, f"{key} was {before.get(key)} and is now {value}")
                for key, value in settings.items() if before.get(key) != value]
     if changed:

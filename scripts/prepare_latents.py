@@ -107,7 +107,6 @@ def teach_rows(teacher: Teacher, images: torch.Tensor, precision: str, mirror: b
 def stamps(*names: str | None) -> list[list[int]]:
     """Returns the sizes and times of the files of local weights, so that a preparation is not resumed with others."""
     paths = [path for name in names if name for path in sorted([Path(name), *Path(name).rglob("*")])]
-    paths += [Path(name).with_name(autoencoders.STATISTICS) for name in names if name and Path(name).is_file()]
     return [[*stamp_of(path)] for path in paths if path.is_file()]
 
 
@@ -193,6 +192,8 @@ def main(cfg: PrepareSettings) -> None:
                     teacher=cfg.teacher, patch_size=cfg.patch_size if cfg.teacher else None)
     if weights := stamps(autoencoder, cfg.teacher):
         settings["weights"] = weights
+    if Path(autoencoder).is_file() and (found := stamps(str(Path(autoencoder).with_name(autoencoders.STATISTICS)))):
+        settings["statistics"] = found
     if is_finished(out, settings, state.is_main_process):
         if cfg.words and read_json(out / "metadata.json").get("display_names") != shown:
             raise ValueError(f"words={cfg.words} gives other names than {out / 'metadata.json'}: correct its "

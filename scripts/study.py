@@ -420,7 +420,7 @@ def main(cfg: StudySettings) -> None:
     if unknown := sorted((cfg.seconds or {}).keys() - variants):
         raise ValueError(f"seconds names {unknown[0]}, but the variants are {', '.join(sorted(variants))}.")
     if cfg.tasks != ["report"]:
-        check_commands(cfg, runs)
+        check_commands(cfg, [run for run in runs if cfg.only is None or run.variant in cfg.only])
     chosen = [run for run in in_part(runs, cfg.part) if cfg.only is None or run.variant in cfg.only]
     for run in chosen:
         record_of(run)  # refuses another run's folder before anything slow

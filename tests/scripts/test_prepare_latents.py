@@ -111,10 +111,23 @@ def test_a_vae_stores_moments_and_the_encoding_of_the_mirror_image(pets, vae_fol
     assert not np.allclose(arrays["latents"][..., ::-1], arrays["mirrored"], atol=1e-2)  # not the flipped latent
     os.utime(Path(vae_folder) / "config.json")  # as if other weights had been put there
     refused(lambda: prepare(pets, tmp_path / "out", autoencoder=vae_folder, mirror=True), "autoencoder's or")
-    (tmp_path / "vavae.pt").touch()
-    alone = script.stamps(str(tmp_path / "vavae.pt"))
-    (tmp_path / "latents_stats.pt").touch()  # by which VA-VAE's latents are normalised
-    assert len(script.stamps(str(tmp_path / "vavae.pt"))) == len(alone) + 1
+
+
+def test_other_statistics_beside_an_autoencoder_are_noticed_where_the_folder_recorded_them(
+        pets, tmp_path, monkeypatch):
+    for name in ("vavae.pt", "latents_stats.pt"):
+        (tmp_path / name).touch()
+    asked = []
+    monkeypatch.setattr(script, "is_finished", lambda out, settings, is_main: asked.append(settings) or True)
+    prepare(pets, tmp_path / "out", autoencoder=str(tmp_path / "vavae.pt"))
+    [settings], out = asked, tmp_path / "out"
+    assert len(settings["weights"]) == len(settings["statistics"]) == 1
+    out.mkdir()
+    for before in (settings, {key: settings[key] for key in settings if key != "statistics"}):
+        (out / "preparing.json").write_text(json.dumps(before))
+        assert not writer.is_finished(out, settings)
+    (out / "preparing.json").write_text(json.dumps(settings | {"statistics": [[0]]}))
+    refused(lambda: writer.is_finished(out, settings), "latents_stats.pt differs")
 
 
 def test_posterior_samples_depend_on_the_seed_and_the_image_alone(pets, vae_folder, tmp_path):

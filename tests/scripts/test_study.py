@@ -108,6 +108,8 @@ def test_a_study_trains_scores_and_plots_and_does_nothing_twice(shapes, pixel_re
     assert "source.weights ema" not in page and "weights ema" in page and page.count("of 1 seed, no verdict") == 4
     before = files()
     study.main.__wrapped__(cfg)
+    broken = matrix | {"variants": matrix["variants"] | {"broken": {"train": ["model=nope"]}}}
+    study.main.__wrapped__(settings(out, study=broken, only=["dit"], tasks=["train"]))  # checks what it runs
     assert files() == before
 
     # A run of other settings under a name of the study is neither reported nor trained on.
