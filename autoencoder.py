@@ -241,7 +241,7 @@ class OwnDecoder(Autoencoder):
             raise ValueError(f"autoencoder={name} returns {kind}: return one floating-point tensor of pixels in -1 … 1 "
                              f"(of an array of bytes: torch.from_numpy(array).float() / 127.5 - 1).")
         decoded = tuple(pixels.shape)
-        self.downsample = decoded[-1] // shape[2]
+        self.downsample = decoded[3] // shape[2] if len(decoded) == 4 else 0
         if not self.downsample or decoded != (1, 3, shape[1] * self.downsample, shape[2] * self.downsample):
             raise ValueError(f"autoencoder={name} maps one latent {(1, *shape)} to {decoded}; images are (1, 3, H, W), "
                              f"with H and W multiples of {shape[1]} and {shape[2]}.")

@@ -131,10 +131,13 @@ def open_stored(
     form = stored.form
     convention = replace(form.convention, scale=scale or form.convention.scale)
     if form.scaled and scale is None and autoencoder:
-        own = own_convention(autoencoder)           # by which they were scaled already
-        if own is None and stored.shape[:1] != (4,):    # nobody knows by what, so a decoder gets them as stored
-            own, form = Convention(), replace(form, decoder="unknown", downsample=None)
-        convention = own or convention
+        convention = own_convention(autoencoder)    # by which they were scaled already
+        if convention is None and stored.shape[:1] == (4,):
+            raise ValueError(f"autoencoder={autoencoder} does not say by what source={source} was scaled: "
+                             f"leave it out if by sd_vae_ema's {SD_VAE_SCALE}, or name a folder whose config.json has "
+                             f"the scale. In training, data.autoencoder= may name another decoder.")
+        if convention is None:                      # not an SD-VAE's, so a decoder gets them as they are
+            convention, form = Convention(), replace(form, decoder="unknown", downsample=None)
     stored.form = replace(form, convention=convention, scaled=form.scaled and scale is None,
                           autoencoder=autoencoder or form.autoencoder)
     channels, *sides = stored.shape if min(stored.shape, default=0) > 0 else (0,)

@@ -41,7 +41,8 @@ def open_sampling(
     if cfg.checkpoint is None:
         raise ValueError("Name what to sample from: checkpoint=runs/<name>, a checkpoint folder, or a weights file.")
     checkpoint = find_on_main_rank(state, cfg.checkpoint, cfg.weights)
-    is_of_weak = cfg.weak is not None and checkpoint.record is not None     # what weights without a record need
+    # diffusion_name= and num_heads= are of weights without a record: of weak=, if the checkpoint has one.
+    is_of_weak = cfg.weak is not None and checkpoint.record is not None
     own = cfg.model_copy(update={"diffusion_name": None, "num_heads": None}) if is_of_weak else cfg
     trained = own.load(checkpoint, state.device)
     if trained.inferred:

@@ -207,8 +207,9 @@ def parse_classes(
     labels = []
     for part in (part.strip() for part in parts):
         names = [part] if part in index_of or not part[:1].isdigit() else parse_range(key, part)
-        for name, i in ((name, index_of.get(name)) for name in names if isinstance(name, str) and name.isdecimal()):
-            if numbered.get(int(name), i) != i:
+        for name in names:
+            i = index_of.get(name)      # None for an index
+            if i is not None and name.isdecimal() and numbered.get(int(name), i) != i:
                 raise ValueError(f"{key}={text}: {name} is the name of class {i}, and the index of another: write "
                                  f"{key}={i}-{i} for the former, or {key}={name}-{name} for the latter.")
         if unknown := [name for name in names if name not in index_of and name not in numbered]:

@@ -47,6 +47,7 @@ class StoredImages:
     read: Callable[[np.ndarray], Tensor]    # indices (B,) -> uint8 (B, H, W, 3)
     record: dict
     shuffled: np.ndarray | None = None      # all indices in a fixed shuffled order; None: they are scored as stored
+    rule: str = "as stored"                 # how pixels were rounded to 8 bits
 
     def choose(self, num: int) -> np.ndarray:
         """Picks `num` indices, evenly spread, in the order in which they are scored.
@@ -165,7 +166,7 @@ def open_decoded(
     side = [length * decoder.downsample for length in latents.shape[1:]]
     record = {"path": str(path), "fingerprint": latents.fingerprint, "size": side, "autoencoder": decoder.name,
               "order": "shuffled by numpy's RandomState(0)"}
-    return StoredImages(latents.count, read, record, np.random.RandomState(0).permutation(latents.count))
+    return StoredImages(latents.count, read, record, np.random.RandomState(0).permutation(latents.count), SAMPLED_RULE)
 
 
 def open_files(state: PartialState, key: str, path: str, resolution: int | None) -> StoredImages:
@@ -245,7 +246,7 @@ def describe_weights(
         classes = {"count": len(classes), "sha256": files.record_sha256({"classes": classes})}
     vae = Path(autoencoder)
     vae = vae if vae.is_file() else vae / "diffusion_pytorch_model.safetensors"
-    ema = None if weights == "file" else "ema" in weights
+    ema = weights.startswith("ema") if weights == "model" or weights.startswith("ema") else None    # None: unknown
     return {"checkpoint": checkpoint, "step": step, "weights": weights, "ema": ema, **more,
             "classes": classes, "autoencoder": autoencoder,
             "autoencoder_sha256": files.sha256(vae) if vae.is_file() else None, "decode_precision": decode_precision}

@@ -34,6 +34,8 @@ def names_of(latents: Latents) -> list[str]:
 def read(latents: Latents, count: int, class_names: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
     """Reads `count` latents (count, C, h, w), evenly spread, and their labels as `class_names` numbers them."""
     stored, labels = latents.read(np.linspace(0, latents.count - 1, count).round().astype(int))
+    if unknown := [name for name in names_of(latents) if name not in class_names]:
+        raise ValueError(f"A folder has class {unknown[0]}, which the first one lacks: name the training set first.")
     numbers = torch.tensor([class_names.index(name) for name in names_of(latents)])
     torch.manual_seed(0)  # of moments
     return to_latent(torch.from_numpy(stored), latents.kind), numbers[torch.from_numpy(labels).long()]

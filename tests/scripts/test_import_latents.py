@@ -212,8 +212,6 @@ IMPORTED = {  # what was brought, settings, what the stored values become, value
         OF_INVAE, TREAD | {"autoencoder": "none"}, np.copy, {"scale": 1.0, "shape": [16, 8, 8]}),
     "scaled tars for a decoder of one's own": (
         OF_INVAE, TREAD | {"autoencoder": "python:mine.decode"}, np.copy, {"scale": 1.0}),
-    "scaled tars of four channels without a decoder": (
-        write_tread, TREAD | {"autoencoder": "none"}, np.copy, {"scale": 0.18215, "autoencoder": "none"}),
     "unscaled tars": (made(write_tread, place="*.tar"), TREAD | {"scale": 0.5}, lambda z: z * np.float32(0.5),
                       {"kind": "sample", "scale": 0.5}),
     "tars of moments": (made(write_tread, values=BEYOND, place="train-{0000..0001}.tar"), TREAD | {"kind": "moments"},
@@ -313,6 +311,7 @@ REFUSED = [  # what was brought, settings, words
     (made(write_fastdit, each("imagenet256_features", lambda z: z * 5.5)), FAST, "root mean square is 5"),
     (made(write_fastdit), FAST | {"scale": 0.18215}, "root mean square is 0.182"),
     (made(write_fastdit), FAST | {"autoencoder": "stabilityai/sdxl-vae"}, "nor a local folder or file"),
+    (made(write_fastdit), FAST | {"autoencoder": "none"}, "was scaled: leave it out if by sd_vae_ema's 0.18215"),
     (made(write_fastdit, lambda source: (source / "imagenet256_features").rename(source / "x")), FAST, "not none"),
     # safetensors
     (made(write_lightningdit, channels=4, flip=False, stats=False), LIGHT, "latent_norm=false"),

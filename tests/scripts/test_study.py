@@ -395,6 +395,8 @@ def test_held_out_losses_go_by_the_classes_names_or_numbers_and_by_the_folders_n
     change_record(tmp_path, class_names=None)
     latents = open_latents(tmp_path)
     assert held_out.read(latents, 8, held_out.names_of(latents))[1].tolist() == latents.labels.tolist()
+    with pytest.raises(ValueError, match="has class 3, which the first one lacks"):
+        held_out.read(latents, 8, ["0", "1", "2"])
     for folder in ("a", "b"):
         (tmp_path / folder / "latents").mkdir(parents=True)
         write_latents(tmp_path / folder / "latents", 8, (4, 8, 8), 4)

@@ -252,6 +252,7 @@ def decoders(tmp_path, monkeypatch):
         "def grey(z):\n    return z[:, :1]\n\n"
         "def array(z):\n    return decode(z).numpy()\n\n"
         "def bytes(z):\n    return decode(z).byte()\n\n"
+        "def scalar(z):\n    return z.mean()\n\n"
         "def pair(z):\n    return (decode(z),)\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -283,6 +284,7 @@ def test_a_custom_decoder_gets_the_autoencoders_latents_where_the_user_names_it(
     ("python:my_decoder.grey", r"to \(1, 1, 4, 4\); images are \(1, 3, H, W\)"),
     ("python:my_decoder.array", "returns ndarray: return one floating-point tensor of pixels in -1 … 1 .of an"),
     ("python:my_decoder.bytes", "returns torch.uint8: return one floating"),
+    ("python:my_decoder.scalar", r"maps one latent \(1, 4, 4, 4\) to \(\); images are"),
     ("python:my_decoder.pair", "returns tuple: return one floating"),
     ("broken.pt", "broken.pt is not a complete TorchScript file"),
     ("none", "autoencoder=none: these latents cannot be decoded"),
