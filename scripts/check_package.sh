@@ -6,8 +6,9 @@ cd "$(dirname "$0")/.."
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 "${PYTHON:-python3}" -m venv "$folder/venv"
-"$folder/venv/bin/pip" wheel --quiet --no-deps -w "$folder" .
-rm -rf build routed.egg-info
+mkdir "$folder/source"      # as building writes beside the sources
+cp -r pyproject.toml LICENSE.txt routing_module.py routed "$folder/source"
+"$folder/venv/bin/pip" wheel --quiet --no-deps -w "$folder" "$folder/source"
 "$folder/venv/bin/pip" install --quiet numpy "$folder"/routed-*.whl
 { sed -n '/^```python$/,/^```$/p' routed/README.md | sed '/^```/d'; echo 'print(*routing.ids_keep[0].shape)'; } > "$folder/example.py"
 cd "$folder"
