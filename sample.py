@@ -4,7 +4,7 @@
     python sample.py checkpoint=runs/x seeds=0-63 'classes=[207,360]' num_steps=40 out=dogs.png
     accelerate launch sample.py checkpoint=runs/x seeds=100000-149999 out=samples.npz guidance=cfg scale=1.5
 
-`checkpoint` is a run, a checkpoint folder, or a weights file (ours or another project's: docs/interop.md). Each image
+`checkpoint` is a run or a checkpoint folder; weights of other code are imported into one (docs/interop.md). Each image
 depends only on its seed, so it is the same on any number of ranks and at any batch size. Options:
 configs/sample.yaml and configs/sampling.yaml. `python rf.py` is also here: guided and unguided grids, with costs.
 """
@@ -49,7 +49,7 @@ class SampleSettings(GridSettings):
 
 
 def default_grid(cfg: GridSettings, config_name: str, trained: Trained, ending: str = "") -> Path:
-    """Returns the path of a grid among the run's samples, or beside a checkpoint or weights without a run.
+    """Returns the path of a grid among the run's samples, or in a checkpoint's folder.
 
     Its name contains the settings that change the images and are not the command's defaults, so that grids with other
     settings are kept.
@@ -62,11 +62,10 @@ def default_grid(cfg: GridSettings, config_name: str, trained: Trained, ending: 
     checkpoint, path = trained.checkpoint, Path(cfg.checkpoint)
     if checkpoint.run is not None:
         return files.inside(checkpoint.run, "samples", f"{checkpoint.folder.name}-{trained.weights}{ending}")
-    if path.is_dir():
-        return path / f"{trained.weights}{ending}"
-    # What is neither a file nor a folder is a name of the Hugging Face Hub; its grids are written here.
-    place, stem = (path.parent, path.stem) if path.is_file() else (Path(), "-".join(path.parts))
-    return place / f"{stem}{f'-{cfg.weights}' if cfg.weights else ''}{ending}"
+    if path.exists():
+        return checkpoint.folder / f"{trained.weights}{ending}"
+    # What does not exist is a name of the Hugging Face Hub; its grids are written here.
+    return Path(f"{'-'.join(path.parts)}{f'-{cfg.weights}' if cfg.weights else ''}{ending}")
 
 
 def sample_all(
@@ -86,9 +85,7 @@ def name_set(cfg: SampleSettings, sampling: Sampling, seeds: list[int]) -> str:
     trained = sampling.trained
     settings = cfg.model_dump(include={"num_steps", "precision", "decode_precision"})
     return files.record_sha256({
-        **settings, **trained.read_as, **({"weights": trained.weights} if trained.read_as else {}),  # of several
-        "weights_sha256": trained.checkpoint.sha256,
-        "diffusion": trained.recorded["diffusion"], "autoencoder": trained.autoencoder,
+        **settings, "weights_sha256": trained.checkpoint.sha256, **trained.recorded, "autoencoder": trained.autoencoder,
         "sampler": {key: str(value) for key, value in sampling.sampler.items()},
         "guidance": sampling.guidance_record, "classes": sampling.classes, "seeds": seeds,
         "sampling_version": SAMPLING_VERSION})
@@ -139,7 +136,7 @@ def main(cfg: SampleSettings) -> None:
         state.wait_for_everyone()  # before any rank writes a picture of the same name
         write_pngs(state, batches, out, name)
     kind = "latents" if cfg.latents else "images"
-    state.print(f"{len(seeds)} {kind} from {trained.checkpoint.folder or cfg.checkpoint}: {out}")
+    state.print(f"{len(seeds)} {kind} from {trained.checkpoint.folder}: {out}")
 
 
 def check_grid(cfg: GridSettings, cli_overrides: Mapping[str, str]) -> GridSettings:

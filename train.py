@@ -263,8 +263,8 @@ def evaluate(run: Run) -> None:
                               f"settings use fid.py")
             continue
         began = time.perf_counter()
-        weights = describe_weights(str(run.folder), run.step, name, run.autoencoder, run.cfg.decode_precision,
-                                   run.latents.classes, run.model.num_classes, in_training=True,
+        weights = describe_weights(name, run.autoencoder, run.cfg.decode_precision, run.latents.classes,
+                                   run.model.num_classes, checkpoint=str(run.folder), step=run.step, in_training=True,
                                    compiled=run.scores_compiled)
         images = sampled_images(
             accelerator, run.averages[name], run.diffusion, run.decode, seeds, labels, outline=outline,

@@ -14,7 +14,7 @@ from sampling.checks import sampler_settings
 from sampling.generate import sampling_cost
 from sampling.options import SamplingSettings, build_guidance, empty_classes, parse_classes
 from weights import autoencoders
-from weights.loading import Trained, find_on_main_rank
+from weights.loading import Trained, find_on_main_rank, load_trained
 
 
 @dataclass
@@ -39,14 +39,9 @@ def open_sampling(
     is decoded, and no autoencoder is loaded. Raises ValueError for settings that cannot work.
     """
     if cfg.checkpoint is None:
-        raise ValueError("Name what to sample from: checkpoint=runs/<name>, a checkpoint folder, or a weights file.")
+        raise ValueError("Name what to sample from: checkpoint=runs/<name>, or a checkpoint folder.")
     checkpoint = find_on_main_rank(state, cfg.checkpoint, cfg.weights)
-    # diffusion_name= and num_heads= are of weights without a record: of weak=, if the checkpoint has one.
-    is_of_weak = cfg.weak is not None and checkpoint.record is not None
-    own = cfg.model_copy(update={"diffusion_name": None, "num_heads": None}) if is_of_weak else cfg
-    trained = own.load(checkpoint, state.device)
-    if trained.inferred:
-        state.print(trained.inferred)
+    trained = load_trained(checkpoint, autoencoder=cfg.autoencoder, device=state.device)
     net = trained.net
     sampler = sampler_settings(trained.diffusion, cfg.sampler.model_dump())
     guidance, guidance_record = build_guidance(state, cfg, trained)

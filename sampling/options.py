@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal
 
-import torch
 from accelerate import PartialState
 from omegaconf import OmegaConf
 from pydantic import Field
@@ -13,8 +12,8 @@ from guidance import Guidance, ends
 from routing_module import Route
 from runtime import schema
 from runtime.device import DTYPES
-from weights.foreign import FAMILIES
-from weights.loading import Checkpoint, Trained, find_on_main_rank, load_trained, other_data
+from weights.averages import WeightsName
+from weights.loading import Trained, find_on_main_rank, load_trained, other_data
 from weights.records import keywords
 
 MOST_SEED = 2**63 - 1  # seeds are sent between ranks, and stored, as int64
@@ -70,26 +69,12 @@ NO_GUIDANCE = schema.read(
     GuidanceSettings, OmegaConf.to_container(OmegaConf.load(schema.CONFIGS / "guidance/none.yaml")))
 
 
-class WeightsSettings(schema.Settings):
-    """Which weights to load, and what their file may not record."""
-
-    checkpoint: schema.Location | None
-    weights: schema.Text | None
-    diffusion_name: schema.one_of(FAMILIES) | None
-    num_heads: schema.Size | None
-    num_classes: schema.Size | None
-    input_size: schema.Size | None
-    autoencoder: schema.Location | None
-
-    def load(self, checkpoint: Checkpoint | None = None, device: torch.device | str = "cpu") -> Trained:
-        """Loads the network that the settings name, or the checkpoint at that place."""
-        return load_trained(checkpoint or self.checkpoint, self.weights, self.diffusion_name, self.autoencoder, device,
-                            num_heads=self.num_heads, num_classes=self.num_classes, input_size=self.input_size)
-
-
-class SamplingSettings(GuidanceSettings, WeightsSettings):
+class SamplingSettings(GuidanceSettings):
     """configs/sampling.yaml, which every command that samples has."""
 
+    checkpoint: schema.Location | None
+    weights: WeightsName | None
+    autoencoder: schema.Location | None
     classes: schema.Selection | None
     num_steps: schema.Steps
     sampler: SamplerSettings
@@ -130,11 +115,7 @@ def build_guidance(
     ratios = ends(settings.gamma1) + ends(settings.gamma2)
     weak = None
     if settings.weak:
-        same = {"num_classes": trained.net.num_classes} | ({"diffusion": trained.family} if trained.family else {})
-        typed = {} if trained.family else {"diffusion": settings.diffusion_name, "num_heads": settings.num_heads}
-        weak = load_trained(find_on_main_rank(state, settings.weak), like=same, device=state.device, **typed)
-        if weak.family:
-            state.print(f"weak={settings.weak} has no record. Using {weak.description}, as {weak.family}.")
+        weak = load_trained(find_on_main_rank(state, settings.weak), device=state.device)
         strong_data, weak_data = (getattr(one.diffusion, "sigma_data", None) for one in (trained, weak))
         if type(weak.diffusion) is not type(trained.diffusion) or strong_data != weak_data:
             raise ValueError(f"weak={settings.weak} was trained with {type(weak.diffusion).__name__} "
@@ -159,9 +140,7 @@ def build_guidance(
     guidance = Guidance(settings.scale, settings.gamma1, settings.gamma2, settings.drop_label, weak and weak.net,
                         settings.interval, routes, settings.channels)
     guidance.check(trained.net)
-    source = weak and {"checkpoint": str(weak.checkpoint.folder or weak.checkpoint.file), "step": weak.step,
-                       "weights_sha256": weak.checkpoint.sha256}
-    return guidance, {**guidance.record(), "weak": source}
+    return guidance, {**guidance.record(), "weak": weak and weak.checkpoint.source}
 
 
 def parse_range(key: str, text: str | int | Iterable[int] | None, most: float = math.inf) -> list[int]:

@@ -236,8 +236,8 @@ def read_share(state: PartialState, images: StoredImages, chosen: np.ndarray, ba
 
 
 def describe_weights(
-    checkpoint: str, step: int | None, weights: str, autoencoder: str, decode_precision: str, classes: list[int],
-    num_classes: int, **more: object,
+    weights: str, autoencoder: str, decode_precision: str, classes: list[int], num_classes: int, *, checkpoint: str,
+    step: int | None, **more: object,
 ) -> dict:
     """Records weights, decoder and classes: all, a list, or the length and hash of a long list."""
     if classes == list(range(num_classes)):
@@ -246,7 +246,7 @@ def describe_weights(
         classes = {"count": len(classes), "sha256": files.record_sha256({"classes": classes})}
     vae = Path(autoencoder)
     vae = vae if vae.is_file() else vae / "diffusion_pytorch_model.safetensors"
-    ema = weights.startswith("ema") if weights == "model" or weights.startswith("ema") else None    # None: unknown
+    ema = None if "imported" in more else weights.startswith("ema")  # the import's record has the key in their file
     return {"checkpoint": checkpoint, "step": step, "weights": weights, "ema": ema, **more,
             "classes": classes, "autoencoder": autoencoder,
             "autoencoder_sha256": files.sha256(vae) if vae.is_file() else None, "decode_precision": decode_precision}

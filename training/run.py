@@ -211,26 +211,21 @@ def describe_schedule(cfg: TrainSettings) -> dict:
 
 def describe_run(cfg: TrainSettings, latents: Latents, world: int, device: torch.device) -> dict:
     """Returns what a checkpoint records of its run."""
-    num_classes, schedule = cfg.data.num_classes or latents.num_classes, describe_schedule(cfg)
+    num_classes = cfg.data.num_classes or latents.num_classes
     network = describe_network(cfg.model, latent_shape(cfg, latents), num_classes)
     data = {"fingerprint": latents.fingerprint, "autoencoder": cfg.data.autoencoder or latents.autoencoder,
             "convention": latents.convention.record(), "class_names": latents.class_names,
-            "display_names": latents.display_names}
+            "display_names": latents.display_names,
+            "classes": None if len(latents.classes) == num_classes else latents.classes}
     begun = {"step": 0, "commit": commit(), "device": device_name(device), "torch": torch.__version__,
              "tf32": multiplies_in_tf32(device), "python": platform.python_version()}
-    record = {
+    return {
         "network": network, "diffusion": dict(cfg.diffusion), "data": data,
         "world": world, "seed": cfg.seed, "batch_size": cfg.batch_size, "optimizer": cfg.optimizer.name,
         "init_from": cfg.init_from, "parent": None, "null_label": cfg.label_dropout > 0,
-        "config": cfg.model_dump(mode="json"), "history": [begun],
+        "config": cfg.model_dump(mode="json"), "history": [begun], "route_schedule": describe_schedule(cfg),
+        "objective": cfg.objective if cfg.objective.get("name") else {},
     }
-    if schedule:
-        record["route_schedule"] = schedule
-    if cfg.objective.get("name"):
-        record["objective"] = cfg.objective
-    if len(latents.classes) != num_classes:
-        data["classes"] = latents.classes
-    return record
 
 
 def open_sampling_and_scoring(
@@ -299,7 +294,7 @@ def make_run(cfg: TrainSettings, accelerator: Accelerator) -> Run:
     cfg = choose_sizes(cfg, accelerator, latents.count)
     record = describe_run(cfg, latents, accelerator.num_processes, accelerator.device)
     model = initial_network(cfg, record, accelerator.device)
-    schedule = build_schedule(model, record.get("route_schedule", {}), cfg.seed)
+    schedule = build_schedule(model, record["route_schedule"], cfg.seed)
     # A sharded network cannot be copied. Averages are not frozen, as autocast caches casts of trainable weights only.
     averages = {}
     for name in names_of(cfg.ema.decay):
@@ -308,7 +303,7 @@ def make_run(cfg: TrainSettings, accelerator: Accelerator) -> Run:
     if cfg.precision == "fp8":
         speed.multiply_in_float8(model)
     shapes = {name: array.shards[0].shape[1:] for name, array in latents.arrays.items()}
-    objective = build_objective(model, build_diffusion(record["diffusion"]), record.get("objective"), shapes, schedule)
+    objective = build_objective(model, build_diffusion(record["diffusion"]), record["objective"], shapes, schedule)
     objective.to(accelerator.device)
     if cfg.sharding == "fsdp":
         sharding.shard_rest(objective, model, accelerator.device)

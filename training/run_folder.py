@@ -18,7 +18,18 @@ from guidance import Guidance
 from latents.loader import find_damaged
 from objectives import own_state, trained_parameters
 from runtime import files, ranks, sharding
-from runtime.schema import Count, NonNegativeInt, NotNegative, Number, as_recorded, as_text, leaves, read, read_record
+from runtime.schema import (
+    Count,
+    NonNegativeInt,
+    NotNegative,
+    Number,
+    Record,
+    as_recorded,
+    as_text,
+    leaves,
+    read,
+    read_record,
+)
 from training.optimizers import load_optimizer, optimizer_tensors
 from training.run import Run
 from training.settings import ONLY_AT_START, WITHOUT_EFFECT, CheckpointSettings
@@ -32,8 +43,15 @@ class TrainedData(DataRecord):
     fingerprint: str
 
 
+class ParentRecord(Record):
+    """Which weights a run began with."""
+
+    step: NonNegativeInt | None
+    weights_sha256: str
+
+
 class Meta(CheckpointRecord):
-    """What meta.json must hold for a run to resume; older versions lack the last seven."""
+    """What meta.json must hold for a run to resume."""
 
     step: NonNegativeInt
     images: NonNegativeInt
@@ -43,13 +61,17 @@ class Meta(CheckpointRecord):
     world: Count
     seed: NonNegativeInt
     batch_size: Count
-    scaler: dict | None = None
-    init_from: str | None = None
-    history: list[dict] = []
-    lowest_loss: Number | None = None
-    objective: dict = {}
-    optimizer: str = "adamw"
-    route_schedule: dict = {}
+    config: dict
+    parent: ParentRecord | None
+    scaler: dict | None
+    init_from: str | None
+    history: list[dict]
+    lowest_loss: Number | None
+    objective: dict
+    optimizer: str
+    route_schedule: dict
+    sound: bool                     # whether training went well
+    planned: bool                   # whether the run planned to save at this step
 
 
 def tells_runs_apart(key: str) -> bool:
@@ -88,7 +110,7 @@ def without_weights(settings: dict) -> dict:
 
 def same_start(meta: dict, path: str | None) -> bool:
     """True if `init_from=path` names the weights that a run began with: the same path, or the same content."""
-    began = meta.get("init_from")
+    began = meta["init_from"]
     if path is None or began is None or Path(path).resolve() == Path(began).resolve():
         return (path is None) == (began is None)
     return find_by_hash([path], (meta.get("parent") or {}).get("weights_sha256")) is not None
@@ -99,11 +121,11 @@ def check_resumable(meta: dict, now: dict, run_dir: Path) -> None:
     def facts(record: dict) -> dict:
         return {"network": architecture(record["network"]),
                 "diffusion": without_weights(diffusion_keywords(record["diffusion"])),
-                "objective": without_weights(record.get("objective", {})), "data set": record["data"]["fingerprint"],
-                "init_from": record.get("init_from"), "optimizer": record.get("optimizer", "adamw")}
+                "objective": without_weights(record["objective"]), "data set": record["data"]["fingerprint"],
+                "init_from": record["init_from"], "optimizer": record["optimizer"]}
 
-    if same_start(meta, now.get("init_from")):
-        meta = meta | {"init_from": now.get("init_from")}
+    if same_start(meta, now["init_from"]):
+        meta = meta | {"init_from": now["init_from"]}
     was, is_now = facts(meta), facts(now)
     for fact in was:
         old, new = differing(was[fact], is_now[fact])
@@ -116,36 +138,32 @@ def check_resumable(meta: dict, now: dict, run_dir: Path) -> None:
 def changed_settings(meta: dict, now: dict) -> dict[str, str]:
     """Describes by key how settings that tell runs apart have changed since a checkpoint's record was written."""
     def settings(record: dict) -> dict:
-        config = {key: value for key, value in leaves(record.get("config", {})).items() if tells_runs_apart(key)
+        config = {key: value for key, value in leaves(record["config"]).items() if tells_runs_apart(key)
                   and not key.startswith("route_schedule.")}
         length = {"steps": record["config"]["steps"]} if config.get("optimizer.schedule") == "cosine" else {}
-        return {**config, **length, "world": record["world"], "route_schedule": record.get("route_schedule", {})}
+        return {**config, **length, "world": record["world"], "route_schedule": record["route_schedule"]}
 
     was, is_now = settings(meta), settings(now)
     return {key: f"{key} was {as_text(was[key])} and is now {as_text(value)}" for key, value in is_now.items()
             if key in was and was[key] != value}
 
 
-def open_parent(
-    state: Accelerator, path: str, record: dict, diffusion_name: str | None, new_label_table: bool = False,
-) -> Trained:
-    """Loads the EMA weights that a run of `record` starts from: another run's, or a weights file's.
+def open_parent(state: Accelerator, path: str, record: dict, new_label_table: bool = False) -> Trained:
+    """Loads the EMA weights that a run of `record` starts from: another run's, or imported ones.
 
     With `new_label_table` the table of labels is initialised again by the run's seed. Raises ValueError for weights of
     another network or diffusion. Routes may differ.
     """
     network = record["network"]
-    parent = load_trained(find_on_main_rank(state, path), diffusion=diffusion_name,
-                          like={"num_heads": network["num_heads"]})
+    parent = load_trained(find_on_main_rank(state, path))
     if new_label_table:
         labels = {"num_classes": network["num_classes"], "null_label": True}
         parent.recorded["network"] = parent.recorded["network"] | labels
         parent.net.y_embedder = LabelEmbedder(network["num_classes"], parent.net.pos_embed.shape[-1])
         nn.init.normal_(parent.net.y_embedder.embedding_table.weight, std=0.02,
                         generator=torch.Generator().manual_seed(record["seed"]))
-    # A bare weights file reveals the name of its diffusion, but no keywords.
-    keys = ("name",) if parent.checkpoint.record is None else ("name", "sigma_data")
-    there, here = (architecture(side["network"]) | {f"diffusion.{key}": side["diffusion"].get(key) for key in keys}
+    there, here = (architecture(side["network"])
+                   | {f"diffusion.{key}": side["diffusion"].get(key) for key in ("name", "sigma_data")}
                    for side in (parent.recorded, record))
     if there != here:
         old, new = differing(there, here)
@@ -185,16 +203,12 @@ def resume(run: Run) -> tuple[Path, dict] | None:
 def begin(run: Run) -> None:
     """Loads the weights that a run starts from, if it names any; raises ValueError where they do not fit."""
     if run.cfg.init_from is not None:
-        parent = open_parent(run.accelerator, run.cfg.init_from, run.record, run.cfg.diffusion_name,
-                             run.cfg.new_label_table)
-        if parent.inferred:
-            run.accelerator.print(parent.inferred)
+        parent = open_parent(run.accelerator, run.cfg.init_from, run.record, run.cfg.new_label_table)
         data = run.record["data"]
         names = None if run.cfg.new_label_table else data["class_names"]
         for difference in other_data(parent, names, Convention.read(data["convention"])):
             run.accelerator.print(f"init_from={run.cfg.init_from}: {difference}. The network has to learn that anew.")
-        run.record["parent"] = {"step": parent.step, "weights_sha256": parent.checkpoint.sha256,
-                                **({"diffusion_name": parent.family} if parent.family else {})}
+        run.record["parent"] = {"step": parent.step, "weights_sha256": parent.checkpoint.sha256}
         run.record["null_label"] |= parent.net.null_label and not run.cfg.new_label_table
         for net in (run.model, *run.averages.values()):
             sharding.copy_into(net.state_dict(), parent.net.state_dict())
@@ -204,7 +218,7 @@ def restore(run: Run, folder: Path, content: dict) -> None:
     """Loads a checkpoint into a run, given its folder and its meta.json; raises ValueError if it does not fit."""
     cfg, accelerator = run.cfg, run.accelerator
     meta = read_record(Meta, folder / "meta.json", "It does not describe a checkpoint of a run; move it away.", content)
-    run.record["parent"] = meta.parent and meta.parent.model_dump(exclude_unset=True)
+    run.record["parent"] = meta.parent and meta.parent.model_dump()
     now = run.record["history"][-1] | {"step": meta.step}  # a new entry only if one of these has changed
     unchanged = meta.history and meta.history[-1] | {"step": meta.step} == now
     run.record["history"] = meta.history if unchanged else [*meta.history, now]

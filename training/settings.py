@@ -37,7 +37,6 @@ from scoring import results
 from scoring.features import Features
 from training import speed
 from weights.averages import WeightsName, names_of
-from weights.foreign import FAMILIES
 from weights.records import RouteSettings, ScheduleSettings, keywords
 
 
@@ -163,14 +162,13 @@ WITHOUT_EFFECT = {
     "data.channels", "data.input_size", "data.num_classes", "data.on_device", "data.autoencoder", "data.grid_classes",
     "data.verify",
 }
-ONLY_AT_START = {"model.name", "model.init", "diffusion_name", "new_label_table"}  # a resumed run does not read them
+ONLY_AT_START = {"model.name", "model.init", "new_label_table"}  # a resumed run does not read them
 
 
 class TrainSettings(Settings):
     name: Text
     run_dir: Location
     init_from: Location | None
-    diffusion_name: one_of(FAMILIES) | None
     new_label_table: bool
     seed: Annotated[int, Field(ge=0, le=2**64 - 1)]  # as torch takes them
     steps: NonNegativeInt | None
@@ -261,7 +259,7 @@ def check_effect(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> None:
          f"the network is model.backbone_type={model.backbone_type}; set that instead"),
         (model.routes, ["model.selection", "route_schedule"], "model.routes is empty, so all tokens are kept"),
         (model.selection == "l1", ["model.l1_reg", "model.inverse"], "model.selection=l1 alone reads it"),
-        (cfg.init_from, ["diffusion_name", "new_label_table"], "it describes the weights of init_from=<weights>"),
+        (cfg.init_from, ["new_label_table"], "it is for the weights of init_from=<weights>"),
         (cfg.evaluate.every or "evaluate.every" in cli_overrides, ["evaluate"],
          f"nothing is scored in training; give evaluate.every={cfg.checkpoint.every} as well"),
     ):

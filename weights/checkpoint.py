@@ -176,7 +176,7 @@ def check(folder: Path, names: tuple[str, ...] | None = None) -> dict:
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"meta.json is missing or unreadable ({error})") from None
     content = {key: value for key, value in meta.items() if key != "sha256"}
-    if meta.get("sha256") not in (None, record_sha256(content)):  # older versions have no hash
+    if meta.get("sha256") != record_sha256(content):
         raise ValueError("meta.json is not what was written: its SHA-256 differs")
     if is_step(folder) and meta.get("step") != step_of(folder):
         raise ValueError(f"meta.json is for step {meta.get('step')}")
@@ -199,18 +199,18 @@ def problem(folder: Path) -> str | None:
 
 
 def is_sound(folder: Path) -> bool:
-    """True if training went well when a checkpoint was saved; one of an earlier version counts as sound."""
+    """True if training went well when a checkpoint was saved; False for a damaged one."""
     try:
-        return read_meta(folder).get("sound", True)
-    except (OSError, ValueError):  # damaged
+        return read_meta(folder)["sound"]
+    except (OSError, LookupError, ValueError):
         return False
 
 
 def is_planned(folder: Path) -> bool:
-    """True if the run planned to save at this step; a damaged checkpoint or an earlier version's counts as planned."""
+    """True if the run planned to save at this step, and for a damaged checkpoint."""
     try:
-        return read_meta(folder).get("planned", True)
-    except (OSError, ValueError):
+        return read_meta(folder)["planned"]
+    except (OSError, LookupError, ValueError):
         return True
 
 

@@ -1,255 +1,198 @@
-"""Other code bases' weights: the network that a file holds, the code that it comes from, its tensors under our names.
+"""Weights of other code: what each format's tensors and settings mean, and how they become a checkpoint of ours.
 
-Each tensor of the network is used, or loading is refused with its name.
+scripts/import_weights.py alone reads these formats. Each tensor of the network is used, or the import names it.
 """
 
 import argparse
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from autoencoder import Convention
+from blocks import BLOCKS
 from blocks.transformer import rotary_angles
-from dit import depth_of, sincos_2d, timestep_frequencies
-from runtime.schema import Classes, Record, Size, as_recorded, read_json, read_record
-from weights.reading import read_tensors
+from dit import depth_of, infer_architecture, sincos_2d, timestep_frequencies
+from runtime.schema import as_recorded, read_json
+from weights.autoencoders import own_convention
+from weights.reading import SUFFIXES, read_tensors
+from weights.records import DIFFUSIONS, fit
+
+COMMAND = "python scripts/import_weights.py"
+# Settings with which a network means something else, and the values with which it means what ours computes.
+NORMS = {"norm_eps": ("1e-06",), "activation_fn": ("gelu-approximate",), "wo_shift": ("false",)}
+NOISE = {"noise_schedule": ("linear",), "beta_schedule": ("linear",), "beta_start": ("0.0001",), "beta_end": ("0.02",),
+         "diffusion_steps": ("1000",), "num_train_timesteps": ("1000",), "predict_xstart": ("false",),
+         "predict_v": ("false",), "prediction_type": ("epsilon",), "rescale_betas_zero_snr": ("false",)}
+PATH = {"path_type": ("linear",), "prediction": ("velocity",)}
 
 
 @dataclass(frozen=True)
-class Origin:
-    """The code base that weights without a record come from, which decides what the network's output means."""
+class Format:
+    """The form in which one code base saves its weights, and what its network predicts."""
 
-    diffusion: str              # the diffusion of this project that fits it
-    meaning: str                # shown to the user
-    backwards: bool = False     # time runs from noise at 0 to data at 1, and v = x - eps
+    meaning: str                                    # shown to the user
+    diffusion: dict | None                          # ours that fits it; None: it is typed
+    settings: Mapping[str, tuple[str, ...]]         # those that may stand in a file, with the values that are read
+    pair: tuple[str, str] | None = ("ema", "model")  # keys of the average and the raw weights in its train.py's files
+    blocks: tuple[str, ...] = ("dit",)
+    outputs: tuple[int, ...] = (1,)                 # output channels for each channel of the latents
+    backwards: bool = False                         # time runs from noise at 0 to data at 1, and v = x - eps
+    autoencoder: str | None = "sd_vae_ema"          # of its latents of four channels; None: it is typed
 
 
-FAMILIES = {
-    "edm": Origin("edm", "weights of this project, diffusion=edm"),
-    "ddpm": Origin("ddpm", "as dit"),
-    "rf": Origin("rf", "weights of this project, diffusion=rf, or a DiT's velocity eps - x with noise at t = 1"),
-    "dit": Origin("ddpm", "facebookresearch/DiT and derivatives, noise predicted at 1000 steps"),
-    "sit": Origin("rf", "willisma/SiT, a velocity with data at t = 1", backwards=True),
-    "repa": Origin("rf", "sihyun-yu/REPA and derivatives, a velocity with noise at t = 1"),
-    "lightning": Origin("rf", "hustvl/LightningDiT, a velocity with data at t = 1", backwards=True),
-    "tread": Origin("edm", "CompVis/tread"),
+FORMATS = {
+    "dit": Format("facebookresearch/DiT and fast-DiT: noise and its variance at 1000 steps", {"name": "ddpm"},
+                  NORMS | NOISE, outputs=(2,)),
+    "sit": Format("willisma/SiT: a velocity with data at t = 1", {"name": "rf"}, NORMS | PATH, outputs=(1, 2),
+                  backwards=True),
+    "repa": Format("sihyun-yu/REPA and REPA-E: a velocity with noise at t = 1", {"name": "rf"},
+                   NORMS | PATH | {"prediction": ("v",)}),
+    "lightningdit": Format("hustvl/LightningDiT: a velocity with data at t = 1", {"name": "rf"}, NORMS | PATH,
+                           blocks=("lightning", "dit"), outputs=(1, 2), backwards=True, autoencoder=None),
+    "tread": Format("CompVis/tread: EDM", {"name": "edm", "sigma_data": 0.5}, NORMS | {"sigma_data": ("0.5",)},
+                    pair=("ema_state_dict", "model_state_dict")),
+    # One of diffusers' three norms has 1e-5, also with DiT's weights, which were trained with 1e-6.
+    "diffusers": Format("diffusers' DiTTransformer2DModel: noise at 1000 steps", {"name": "ddpm"},
+                        NORMS | NOISE | {"norm_eps": ("1e-05", "1e-06"), "norm_type": ("ada_norm_zero",)},
+                        pair=None, outputs=(1, 2)),
+    "ours": Format("weights of this project that lost their meta.json", None, {}, pair=None, blocks=(*BLOCKS,),
+                   outputs=(1, 2), autoencoder=None),
 }
+READ_SETTINGS = {name for form in FORMATS.values() for name in form.settings}
+
+
+class Missing(ValueError):
+    """A setting that must be typed: its name, what a command shows in its place, and a value to go on with."""
+
+    def __init__(self, setting: str, shown: str, value: object, message: str):
+        super().__init__(message)
+        self.setting, self.shown, self.value = setting, shown, value
+
 
 # ---- which network of a file ----------------------------------------------------------------------------------------
 
-SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin")
 FIRST_LAYERS = ("x_embedder.proj.weight", "pos_embed.proj.weight")  # of a DiT, and of diffusers' DiT
 WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}  # of DDP, compile, FSDP
-# The keys in files of DiT, SiT, REPA and LightningDiT, then of CompVis/tread. Any other key is named by weights=.
-ROLES = {"ema": "ema", "model": "model", "ema_state_dict": "ema", "model_state_dict": "model"}
-FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+# What files carry beside the network: REPA's heads, which only training reads, autoencoders, and EMA counters.
+BESIDE = re.compile(r"(projectors|vae|first_stage_model|model_ema)\.|"
+                    r"(n_averaged|num_updates|decay|initted|step|bn\.num_batches_tracked)$")
 
 
-@dataclass
-class Weights:
-    """One network of a weights file, under our keys and without the prefixes of wrappers."""
-
-    state: dict[str, Tensor]
-    role: str               # ema or model; file if the file holds one state dict without a key; else its key
-    description: str        # the same in words
-    family: str | None      # if the file shows it
-    num_classes: int | None  # if the file names it
-
-
-def find_in_folder(folder: Path) -> Path | None:
-    """Finds the weights file of a folder, or of diffusers' pipeline, if any; raises ValueError for several."""
-    place = folder / "transformer" if (folder / "model_index.json").is_file() else folder
-    candidates = sorted(file for file in place.glob("*") if file.suffix in SUFFIXES)
-    if len(candidates) > 1:
-        raise ValueError(f"{place} holds several weights files: name one of {', '.join(map(str, candidates))}, or join "
-                         f"shards of one network (docs/interop.md, Shards).")
-    return candidates[0] if candidates else None
-
-
-def read_weights(path: Path, weights: str | None = None) -> Weights:
-    """Reads one network of a weights file: .safetensors, or only the tensors of a .pt or .ckpt.
-
-    `weights` is ema, model, or the key of a network; None means the average if the file holds the pair of a known
-    code, else the only network. Raises ValueError for a file without such a network, and for values that are not
-    finite.
-    """
-    content = read_tensors(path)
-    try:
-        with as_recorded(path):
-            networks = networks_in(content)
-            name = choose(networks, content, weights)
-        check_tensors(networks[name])
-        others = ", ".join(other for other in networks if other != name)
-        description = (f"weights={name}" if name else "its only weights") + (f" (not {others})" if others else "")
-        return Weights(plain_keys(networks[name]), role_of(name), description,
-                       detect_family(networks[name], name, content), settings_in(content).get("num_classes"))
-    except ValueError as error:
-        raise ValueError(f"{path} cannot be loaded: {error}.") from None
+def find_file(source: Path) -> Path:
+    """Finds the weights file of a path, a folder or diffusers' pipeline; raises ValueError for none or several."""
+    if source.is_file():
+        return source
+    place = source / "transformer" if (source / "model_index.json").is_file() else source
+    found = sorted(file for folder in (place, place / "checkpoints") for file in folder.glob("*")
+                   if file.suffix in SUFFIXES)
+    if len(found) != 1:
+        several = f"holds several weights files, such as {found[-1]}: name one, or join the shards of one network " \
+                  f"(docs/interop.md)" if found else f"holds no weights file, {', '.join(SUFFIXES)}"
+        raise ValueError(f"{place} {several if source.exists() else f'does not exist (looked from {Path.cwd()})'}.")
+    return found[0]
 
 
 def networks_in(content: object) -> dict[str, dict[str, Tensor]]:
     """Lists the networks of a file by name: the key of a state dict, and the prefix before its tensors' names.
 
-    A tensor that lies outside of every prefix is listed with each network, so that no network loads without it.
+    A tensor that lies outside of every prefix is listed with each network, so that none is left out unseen.
     """
     networks = {}
     for place, node in {"": content, **content}.items() if isinstance(content, Mapping) else ():
         tensors = {".".join(part for part in key.split(".") if part not in WRAPPERS): value
                    for key, value in (node.items() if isinstance(node, Mapping) else ())
-                   if isinstance(key, str) and isinstance(value, Tensor)
-                   and (value.ndim or value.is_floating_point())}  # counters are no weights
+                   if isinstance(key, str) and isinstance(value, Tensor)}
         prefixes = tuple(key.removesuffix(layer) for key in tensors for layer in FIRST_LAYERS
                          if f".{key}".endswith(f".{layer}"))
         for prefix in prefixes:
             networks[f"{place}.{prefix}".strip(".")] = {
                 key.removeprefix(prefix): value for key, value in tensors.items()
                 if key.startswith(prefix) or not key.startswith(prefixes)}
+    if not networks:
+        raise ValueError(f"it holds no DiT's state dict, a dictionary with {' or '.join(FIRST_LAYERS)}, at its top "
+                         f"level or under one of its keys: save it so where it was made")
     return networks
 
 
-def role_of(name: str) -> str:
-    return ROLES.get(name.partition(".")[0], name or "file")
+def choose(networks: Mapping[str, dict], content: Mapping, pair: tuple[str, str] | None, weights: str | None) -> str:
+    """Returns the name of the network that `weights` means, or of the average in a format's `pair`.
 
-
-def choose(networks: Mapping[str, object], content: Mapping, weights: str | None) -> str:
-    """Returns the name of the network that `weights` selects; raises ValueError if there is not exactly one."""
-    if not networks:
-        raise ValueError(f"it holds no DiT's state dict, a dictionary with {' or '.join(FIRST_LAYERS)}, at its "
-                         f"top level or under one of its keys: save it so where it was made")
-    averages = [key for key in content if ROLES.get(key) == "ema" and content[key]]
+    Raises ValueError where that is none, or one of several.
+    """
+    choices = [name for name in networks if name]
+    keys = [name.partition(".")[0] for name in networks]
     if weights is not None:
-        selected = [name for name in networks if weights in (name, role_of(name))]
-    elif averages and {*map(role_of, networks)} == {"ema", "model"}:
-        selected = [name for name in networks if role_of(name) == "ema"]
-    else:
-        selected = [*networks]
-    choices = " or ".join(f"weights={name}" for name in networks if name)
-    if not selected:
-        raise ValueError(f"it has no weights={weights}: {f'set {choices}' if choices else 'leave weights= out'}")
-    if len(selected) > 1:
-        raise ValueError(f"it holds several networks: set {choices}, or save one of them by itself")
-    if weights is None and averages and role_of(selected[0]) != "ema":
-        raise ValueError(f"its {averages[0]} is no state dict of a DiT: set {choices} to take it instead")
-    return selected[0]
+        chosen = [name for name in networks if f"{name}.".startswith(f"{weights}.")]
+        if len(chosen) != 1:
+            raise ValueError(f"it has no weights={weights}: " + (
+                f"set weights={' or weights='.join(choices)}" if choices else "leave weights= out"))
+        return chosen[0]
+    name = [*networks][keys.index(pair[0])] if pair and sorted(keys) == sorted(pair) else [*networks][0]
+    is_pair = len(networks) == 2 and pair and sorted(keys) == sorted(pair)
+    odd = [key for key in ("ema", "ema_state_dict") if content.get(key) and key not in keys]
+    why = ("several networks" if len(networks) > 1 and not is_pair else f"an average {odd[0]} that is no state dict"
+           if odd else "LitEma's average model_ema, whose names lack their dots" if any(
+               key.startswith("model_ema.") for key in networks[name]) else None)
+    if why:
+        raise Missing("weights", f"<{' or '.join(choices)}>", name, f"it holds {why}: set "
+                      f"weights={' or weights='.join(choices)}, or save one network by itself where it was made")
+    return name
 
 
-def check_tensors(state: Mapping[str, Tensor]) -> None:
-    """Raises ValueError for types such as int8 or float8, and for values that are not finite."""
-    if packed := [key for key, value in state.items() if value.dtype not in FLOATS]:
-        dtype = str(state[packed[0]].dtype).removeprefix("torch.")
-        raise ValueError(f"it holds {len(packed)} of {len(state)} tensors in {dtype}, {packed[0]} first: take the file "
-                         f"in float32, bfloat16 or float16")
-    if damaged := [key for key, value in state.items() if not value.isfinite().all()]:
-        raise ValueError(f"it holds values that are not finite in {len(damaged)} of {len(state)} tensors, {damaged[0]} "
-                         f"first: choose an earlier checkpoint")
+# ---- settings in a file ---------------------------------------------------------------------------------------------
 
 
-# ---- which code it comes from ---------------------------------------------------------------------------------------
-
-# The settings that each train.py stores in its files. Any other setting points to different code.
-DIT_ARGS = {"data_path", "feature_path", "results_dir", "model", "image_size", "num_classes", "epochs",
-            "global_batch_size", "global_seed", "vae", "num_workers", "log_every", "ckpt_every"}
-SIT_TRANSPORT = {"path_type", "prediction", "loss_weight"}
-SIT_ARGS = DIT_ARGS | SIT_TRANSPORT | {"sample_eps", "train_eps", "sample_every", "cfg_scale", "wandb", "ckpt"}
-TREAD_KEYS = {"model_state_dict", "ema_state_dict", "optimizer_state_dict", "step"}
-
-
-def settings_in(content: object) -> dict:
-    """Returns the arguments of a train.py that a file holds, by name; an empty dict if it holds none."""
-    args = content.get("args") if isinstance(content, Mapping) else None
-    return dict(vars(args) if isinstance(args, argparse.Namespace) else args if isinstance(args, Mapping) else {})
+def settings_in(content: object) -> Iterator[tuple[str, object]]:
+    """Yields names and values of the settings that a file holds, in dictionaries, namespaces and lists of any depth."""
+    waiting, seen = [content], set()
+    while waiting:
+        node = waiting.pop()
+        node = vars(node) if isinstance(node, argparse.Namespace) else node
+        if id(node) not in seen:
+            seen.add(id(node))
+            if isinstance(node, Mapping):
+                yield from node.items()
+            waiting += [value for value in (node.values() if isinstance(node, Mapping) else node)
+                        if isinstance(value, Mapping | argparse.Namespace | list | tuple)]
 
 
-def detect_family(state: Mapping[str, Tensor], name: str, content: Mapping) -> str | None:
-    """Returns the family that a weights file shows, or None if there is no evidence, or evidence for several.
-
-    `name` is that of `state` in `content`, which is everything in the file. Raises ValueError for a path other than
-    straight lines, or a prediction other than velocity.
-    """
-    args, config = settings_in(content), content.get("config")
-    transport = config.get("transport") if isinstance(config, Mapping) else args
-    for key, supported in (("path_type", ("linear",)), ("prediction", ("velocity", "v"))):
-        value = transport.get(key) if isinstance(transport, Mapping) else None
-        if value is not None and str(value).lower() not in supported:
-            raise ValueError(f"these weights were trained with {key}={value}, but only {supported[0]} is supported")
-    model, first = str(args.get("model")), state.get(FIRST_LAYERS[0])
-    evidence = {
-        "repa": any(key.startswith(("projectors.", "decoder_blocks.")) for key in state)
-                or ({"encoder_depth", "proj_coeff"} <= args.keys() and args.get("prediction") == "v"),
-        "lightning": any(key.startswith("feat_rope.") for key in state),
-        "tread": "ema_state_dict" in content and content.keys() <= TREAD_KEYS and name.endswith("_state_dict.model"),
-        "sit": model.startswith("SiT-") and SIT_TRANSPORT <= args.keys(),
-        # Two output channels for each input channel are the noise and its variance.
-        "dit": model.startswith("DiT-") and "image_size" in args and first is not None
-               and len(state.get("final_layer.linear.bias", ())) == 2 * first[0].numel(),
-    }
-    allowed = {"sit": SIT_ARGS, "dit": DIT_ARGS, "lightning": set()}
-    shown = [family for family, is_shown in evidence.items() if is_shown]
-    return shown[0] if len(shown) == 1 and args.keys() <= allowed.get(shown[0], args.keys()) else None
+def spelled(value: object) -> str:
+    """Spells a setting's value in one way: numbers as Python does, and text in lower case."""
+    try:
+        return str(value).lower() if isinstance(value, bool) else repr(float(value)).removesuffix(".0")
+    except (TypeError, ValueError):
+        return str(value).lower()
 
 
-def unknown_family(file: Path, network: dict) -> str:
-    """Returns an error message that asks for the family of a file and lists those that fit."""
-    if network["block"] == "dit":
-        fitting = ("dit", "sit") if network["learn_sigma"] else ("edm", "rf", "tread", "sit", "repa")
-    else:
-        fitting = ("lightning", "rf", "edm") if network["block"] == "lightning" else ("edm", "rf")
-    choices = "; ".join(f"{name} ({FAMILIES[name].meaning})" for name in fitting)
-    return (f"{file} has no record, and weights of these shapes mean different things in different code: set "
-            f"diffusion_name= to one of {choices}. Check where the file was downloaded from, or the train.py that "
-            f"wrote it; docs/interop.md has a table.")
+def check_settings(found: Mapping[str, list], form: Format) -> None:
+    """Raises ValueError for a setting with which a network means something else than in this format."""
+    for name in sorted(found.keys() & READ_SETTINGS):
+        allowed = form.settings.get(name, ())
+        if odd := [value for value in found[name] if value is not None and spelled(value) not in allowed]:
+            ours = f"has {allowed[0]}" if allowed else "has none"
+            raise ValueError(f"it says {name}={odd[0]}, and this format {ours}: set the format= that it was trained "
+                             f"in, or if this is not the network's, save its state dict by itself")
 
 
-DITS_SCHEDULE = {"num_train_timesteps": 1000, "beta_start": 1e-4, "beta_end": 0.02, "beta_schedule": "linear",
-                 "prediction_type": "epsilon"}
+# ---- diffusers ------------------------------------------------------------------------------------------------------
 
 
-class DiffusersRecord(Record):
-    """The settings that are read from the config.json of diffusers' DiT."""
-
-    num_attention_heads: Size
-    sample_size: Size | None = None
-    num_embeds_ada_norm: Classes | None = None
-
-
-def pipeline_of(file: Path) -> dict:
-    """Reads what diffusers' config.json and the folder around it say about a DiT; an empty dict without a config.
-
-    Keys: num_heads, input_size, num_classes, and for a DiTPipeline also diffusion (a family) and autoencoder.
-    """
-    config, index = file.with_name("config.json"), file.parent.parent / "model_index.json"
-    if not config.is_file() or "num_attention_heads" not in read_json(config):
-        return {}
-    record = read_record(DiffusersRecord, config, "It does not describe a DiT.")
-    pipeline = {"num_heads": record.num_attention_heads, "input_size": record.sample_size,
-                "num_classes": record.num_embeds_ada_norm}
-    if index.is_file() and read_json(index).get("_class_name") == "DiTPipeline":
-        scheduler, vae = index.with_name("scheduler") / "scheduler_config.json", index.with_name("vae")
-        schedule = read_json(scheduler) if scheduler.is_file() else {}
-        changed = schedule.get("trained_betas") or schedule.get("rescale_betas_zero_snr")
-        if DITS_SCHEDULE.items() <= schedule.items() and not changed:
-            pipeline["diffusion"] = "dit"
-        if (vae / "config.json").is_file():
-            pipeline["autoencoder"] = str(vae)
-    return pipeline
-
-
-# ---- under our names ------------------------------------------------------------------------------------------------
-
-
-def plain_keys(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Renames a code base's keys to ours.
-
-    REPA's older files number the blocks after the first `encoder_depth` from 0 again.
-    """
-    if any(key.startswith("decoder_blocks.") for key in state):
-        state, encoder_depth = dict(state), depth_of(state, "blocks")
-        for key in [key for key in state if key.startswith("decoder_blocks.")]:
-            _, j, rest = key.split(".", 2)
-            state[f"blocks.{int(j) + encoder_depth}.{rest}"] = state.pop(key)
-    return from_diffusers(state) if any(key.startswith("transformer_blocks.") for key in state) else state
+def beside_diffusers(file: Path) -> tuple[dict, list[dict], Path | None]:
+    """Reads the configs around diffusers' weights: the sizes, all settings, and the folder of a pipeline, if any."""
+    config, pipeline = file.with_name("config.json"), file.parent.parent
+    if not config.is_file():
+        return {}, [], None
+    settings = read_json(config)
+    sizes = {"num_heads": settings["num_attention_heads"], "input_size": settings["sample_size"]}
+    if not (pipeline / "model_index.json").is_file():
+        return sizes, [settings], None
+    if (kind := read_json(pipeline / "model_index.json").get("_class_name")) != "DiTPipeline":
+        raise ValueError(f"it is the transformer of a {kind}, not of a DiTPipeline")
+    return sizes, [settings, read_json(pipeline / "scheduler/scheduler_config.json")], pipeline
 
 
 def diffusers_names(depth: int) -> dict[str, list[str]]:
@@ -277,8 +220,7 @@ def from_diffusers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     names = diffusers_names(depth_of(state, "transformer_blocks"))
     if odd := sorted({*state} ^ {name for copies in names.values() for name in copies}):
-        raise ValueError(f"its names are those of diffusers' DiT, but it {'has' if odd[0] in state else 'lacks'} "
-                         f"{odd[0]}")
+        raise ValueError(f"it {'has' if odd[0] in state else 'lacks'} the tensor {odd[0]}, unlike diffusers' DiT")
     for copies in (copies for ours, copies in names.items() if "_embedder." in ours):
         if other := next((name for name in copies if not torch.equal(state[name], state[copies[0]])), None):
             raise ValueError(f"{other} differs from {copies[0]}, but a DiT has one embedder for all blocks")
@@ -286,37 +228,46 @@ def from_diffusers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             for ours, copies in names.items()}
 
 
-def with_positions(state: Mapping[str, Tensor], input_size: int | None, file: Path) -> dict[str, Tensor]:
-    """Adds the fixed position embedding to weights that were stored without it, as diffusers does."""
-    first = state.get(FIRST_LAYERS[0])
-    if "pos_embed" in state or first is None:
-        return dict(state)
-    if input_size is None:
-        raise ValueError(f"{file} holds no position embedding, pos_embed, and there is no config.json beside it: set "
-                         f"input_size=, the side of its latents (32 for images of 256 pixels).")
-    return {**state, "pos_embed": sincos_2d(first.shape[0], input_size // first.shape[-1])}
+# ---- under our names ------------------------------------------------------------------------------------------------
 
 
-def without_unread(state: Mapping[str, Tensor], network: dict, family: str, file: Path) -> dict[str, Tensor]:
-    """Drops REPA's projectors, which only training reads, and LightningDiT's tables of the angles that ours compute.
+def our_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Renames diffusers' tensors to ours, and REPA's older blocks, which count from 0 again after `encoder_depth`."""
+    if any(key.startswith("transformer_blocks.") for key in state):
+        return from_diffusers(state)
+    first = depth_of(state, "blocks")
+    for key in [key for key in state if key.startswith("decoder_blocks.")]:
+        _, number, rest = key.split(".", 2)
+        state[f"blocks.{int(number) + first}.{rest}"] = state.pop(key)
+    return state
 
-    Raises ValueError for other tables. LightningDiT stores none with use_rope=false, so its weights need them.
-    """
-    if network["block"] != "lightning":
-        return {key: value for key, value in state.items() if family != "repa" or not key.startswith("projectors.")}
+
+def count_classes(rows: int, typed: int | None, found: list) -> int | None:
+    """Returns the number of classes that is typed or in a file, if any; raises ValueError if the table has others."""
+    said = {typed} if typed else {value for value in found if isinstance(value, int)}
+    if odd := [count for count in said if rows not in (count, count + 1)]:
+        raise ValueError(f"num_classes={odd[0]} does not fit its label table of {rows} rows: set num_classes={rows} if "
+                         f"each row is a class, or num_classes={rows - 1} if the last one is the null label")
+    return min(said, default=None)
+
+
+def without_tables(state: Mapping[str, Tensor], network: dict, found: Mapping[str, list]) -> dict[str, Tensor]:
+    """Drops LightningDiT's tables of the angles that ours compute; raises ValueError for other angles or switches."""
+    tables = {key: value for key, value in state.items() if key.startswith("feat_rope.")}
+    switches = [bool(tables), network["block"] == "lightning", "blocks.0.norm1.weight" in state,
+                *(value is True for value in found.get("use_rope", ()))]
+    if len({*switches}) > 1:
+        has = ["has" if switch else "lacks" for switch in switches]
+        raise ValueError(f"it {has[0]} feat_rope, {has[1]} mlp.w12 and {has[2]} norm1.weight, and is read with all of "
+                         f"use_rope, use_swiglu and use_rmsnorm, or with none: save its complete state dict")
     side, head_dim = network["input_size"] // network["patch_size"], network["hidden_size"] // network["num_heads"]
     angles = rotary_angles(torch.arange(side**2).unsqueeze(0), side, head_dim)[0, 0].repeat_interleave(2, dim=-1)
     ours = {"feat_rope.freqs_cos": angles.cos(), "feat_rope.freqs_sin": angles.sin()}
-    tables = {key: value for key, value in state.items() if key.startswith("feat_rope.")}
-    if not tables and family != FAMILIES[family].diffusion:
-        raise ValueError(f"{file} has LightningDiT's blocks without feat_rope, as training with use_rope=false leaves "
-                         f"them, which is not supported. If it was trained with use_rope=true, save its complete "
-                         f"state dict.")
     if tables and (tables.keys() != ours.keys() or any(
             tables[key].shape != value.shape or (tables[key] - value).abs().max() > 0.01  # float16 or bfloat16
             for key, value in ours.items())):
-        raise ValueError(f"{file} has feat_rope for other angles than {network['num_heads']} heads and {side} x {side} "
-                         f"tokens have in LightningDiT: set num_heads=, if its number of heads is another.")
+        raise ValueError(f"it has feat_rope for other angles than {network['num_heads']} heads and {side} x {side} "
+                         f"tokens have in LightningDiT: set num_heads=, if its number of heads is another")
     return {key: value for key, value in state.items() if key not in tables}
 
 
@@ -337,12 +288,151 @@ def reverse_time(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return state
 
 
-def to_our_diffusion(state: Mapping[str, Tensor], network: dict, family: Origin) -> tuple[dict[str, Tensor], dict]:
-    """Rewrites a family's weights, already under our keys, for an ordinary network; returns its keywords, too."""
-    state = reverse_time(state) if family.backwards else dict(state)
-    if family.backwards and network["learn_sigma"]:  # SiT drops the second half of the last layer's 2C channels
-        channels = network["in_channels"]
-        for key in ("final_layer.linear.weight", "final_layer.linear.bias"):
-            state[key] = state[key].unflatten(0, (-1, 2 * channels))[:, :channels].flatten(0, 1).contiguous()
-        network = {**network, "learn_sigma": False}
-    return state, network
+def without_second_half(state: Mapping[str, Tensor], channels: int) -> dict[str, Tensor]:
+    """Drops the second half of a last layer's 2C channels, which SiT computes and ignores."""
+    return {**state, **{key: state[key].unflatten(0, (-1, 2 * channels))[:, :channels].flatten(0, 1)
+                        for key in ("final_layer.linear.weight", "final_layer.linear.bias")}}
+
+
+# ---- importing ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A network of another code base under our names, and what is known about it."""
+
+    form: Format
+    state: dict[str, Tensor]
+    network: dict                   # its keywords
+    weights: str                    # its key in the file; "" for one without
+    others: list[str]               # keys of the networks beside it
+    dropped: list[str]              # tensors beside it
+    autoencoder: str
+    convention: Convention
+    display_names: list[str] | None
+
+    def rewritten(self) -> tuple[dict[str, Tensor], dict]:
+        """Returns weights in float32 and keywords of an ordinary network of ours that predicts the same."""
+        state, network = {key: value.float() for key, value in self.state.items()}, self.network
+        state = reverse_time(state) if self.form.backwards else state
+        if self.form.backwards and network["learn_sigma"]:
+            state, network = without_second_half(state, network["in_channels"]), network | {"learn_sigma": False}
+        return {key: value.contiguous() for key, value in state.items()}, network
+
+
+def read(
+    file: Path, content: object, name: str, *, weights: str | None = None, num_heads: int | None = None,
+    num_classes: int | None = None, input_size: int | None = None, autoencoder: str | None = None,
+    diffusion: dict | None = None, routes: list[dict] | None = None,
+) -> Foreign:
+    """Reads a network from the content of a file in the format of this name.
+
+    Raises ValueError for tensors and settings that are not the format's, and Missing for a setting that it needs.
+    """
+    form, networks, found = FORMATS[name], networks_in(content), {}
+    sizes, configs, pipeline = beside_diffusers(file) if name == "diffusers" else ({}, [], None)
+    chosen = choose(networks, content, form.pair, weights)
+    for key, value in settings_in([content, *configs]):
+        found.setdefault(key, []).append(value)
+    check_settings(found, form)
+    dropped = [key for key in networks[chosen] if BESIDE.match(key)]
+    state = {key: value for key, value in networks[chosen].items() if key not in dropped}
+    mean, variance = (state.pop(f"bn.running_{kind}", None) for kind in ("mean", "var"))  # of REPA-E's latents
+    if (name == "diffusers") != any(key.startswith("transformer_blocks.") for key in state):
+        raise ValueError("its tensors have other names than this format's")
+
+    state, typed = our_names(state), {"num_heads": num_heads, "input_size": input_size}
+    sizes |= {key: value for key, value in typed.items() if value is not None}
+    if "pos_embed" not in state:
+        width, channels, _, patch = state["x_embedder.proj.weight"].shape
+        if "input_size" not in sizes:
+            raise Missing("input_size", "<side of the latents>", 2 * patch, "it holds no pos_embed, and no config.json "
+                          "is beside it: set input_size=, such as 32 for images of 256 pixels")
+        state["pos_embed"] = sincos_2d(width, sizes["input_size"] // patch)
+    fused = {key: state.pop(key) for key in [*state] if name == "ours" and key.startswith("router.")}
+    counts = [*found.get("num_classes", ()), *found.get("num_embeds_ada_norm", ())]
+    classes = count_classes(len(state.get("y_embedder.embedding_table.weight", ())), num_classes, counts)
+    try:
+        network = infer_architecture(state, sizes.get("num_heads"), classes)
+    except ValueError as error:
+        if "set num_heads=" in str(error):
+            raise Missing("num_heads", "<heads>", 1, str(error)) from None
+        raise
+    outputs, channels = 1 + network["learn_sigma"], network["in_channels"]
+    if network["block"] not in form.blocks or outputs not in form.outputs:
+        raise ValueError(f"it has the blocks of {network['block']}, and {outputs} output channels for each of its "
+                         f"{channels}, unlike this format")
+    if odd := [f"{key}={value} does not fit its tensors, which have {network[key]}" for key, value in sizes.items()
+               if value != network[key]]:
+        raise ValueError(odd[0])
+    if name == "lightningdit":
+        state = without_tables(state, network, found)
+    if fused and not routes:
+        raise Missing("routes", "<the route>", [{"start_layer_idx": 0, "end_layer_idx": 0, "selection_ratio": 0.5}],
+                      "it fuses a route, as model=sprint does: set routes= to the one of its run")
+    network |= ({"routes": routes} if routes else {}) | ({"fusion": True} if fused else {})
+    state |= fused
+    fit(state, network, "it")
+    if form.backwards and network["learn_sigma"]:
+        dropped.append("the second half of the last layer")
+    if form.diffusion is diffusion is None:
+        raise Missing("diffusion", f"<{'|'.join(DIFFUSIONS)}>", {}, "it does not record its diffusion: set diffusion= "
+                      "as its run had it")
+
+    if pipeline and (pipeline / "vae/config.json").is_file():
+        autoencoder = autoencoder or str(pipeline / "vae")
+    if not autoencoder and form.autoencoder and channels == 4 and mean is None:
+        autoencoder = "sd_vae_mse" if found.get("vae") == ["mse"] else form.autoencoder
+    if not autoencoder:
+        raise Missing("autoencoder", "<what decodes its latents, or none>", "none", f"its latents of {channels} "
+                      f"channels may be any autoencoder's: set autoencoder= to what decodes them (docs/data.md), or "
+                      f"to none")
+    convention = own_convention(autoencoder) or Convention()
+    if mean is not None and variance is not None:
+        convention = Convention(latents_mean=tuple(mean.double().tolist()),
+                                latents_std=tuple(variance.double().sqrt().tolist()))
+    convention.require(channels, f"autoencoder={autoencoder}")
+    labels = read_json(pipeline / "model_index.json").get("id2label") if pipeline else None
+    names = [str(labels.get(str(i), i)) for i in range(network["num_classes"])] if labels else None
+    return Foreign(form, state, network, chosen, [key for key in networks if key != chosen], dropped, autoencoder,
+                   convention, names)
+
+
+# ---- what to type ---------------------------------------------------------------------------------------------------
+
+
+def choices(file: Path, content: object) -> list[str]:
+    """Lists the formats that a file fits, each with the settings to type and what it would mean."""
+    fitting = []
+    for name, form in FORMATS.items():
+        typed, words = {}, [f"format={name}"]
+        while True:
+            try:
+                found = read(file, content, name, **typed)
+            except Missing as error:
+                typed[error.setting] = error.value
+                words.append(f"{error.setting}={error.shown}")
+                continue
+            except ValueError:
+                break
+            if found.network["block"] == form.blocks[0] or name == "ours":  # its own blocks
+                fitting.append(f"{' '.join(words)} ({form.meaning})")
+            break
+    return fitting
+
+
+def how_to_import(source: Path) -> str:
+    """Writes the command that imports a file or folder of other code, or why it cannot be imported."""
+    out = Path("weights", re.sub(r"[^\w.-]+", "-", source.resolve().stem).lower())
+    try:
+        file = find_file(source)
+        content = read_tensors(file)
+        with as_recorded(file):
+            if not (fitting := choices(file, content)):
+                read(file, content, "sit")
+                raise ValueError("its tensors are those of no format that can be imported")
+    except ValueError as error:
+        return f"{source} is no run, no checkpoint folder and nothing to import: {str(error).rstrip('.')}."
+    which = fitting[0] if len(fitting) == 1 else f"and one of {'; '.join(fitting)}"
+    return (f"{source} is not a checkpoint of this project. Import it once: {COMMAND} source={file} out={out} {which}. "
+            f"Then name {out}.")

@@ -1,126 +1,91 @@
-"""Loads a run, a checkpoint or anybody's weights: a network, and all that sampling needs to know about it.
+"""Loads a run or a checkpoint, also one on the Hugging Face Hub: a network, and what sampling needs to know about it.
 
 `find_checkpoint` finds the file and reads the record beside it, once; `load_trained` builds the network from them.
 """
 
 import contextlib
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
-from torch import Tensor
 
 from autoencoder import Convention
-from dit import DiT, infer_architecture
+from dit import DiT
 from edm import EDM
 from rf import RF
-from runtime import files, ranks
-from runtime.schema import as_recorded, read_record
+from runtime import ranks
+from runtime.schema import read_record
 from weights import checkpoint as checkpoints
 from weights.averages import weights_name
-from weights.foreign import (
-    FAMILIES,
-    SUFFIXES,
-    check_tensors,
-    find_in_folder,
-    pipeline_of,
-    read_weights,
-    to_our_diffusion,
-    unknown_family,
-    with_positions,
-    without_unread,
-)
-from weights.reading import from_hub, read_tensors
-from weights.records import CheckpointRecord, DataRecord, build_diffusion, build_network
+from weights.foreign import COMMAND, how_to_import
+from weights.reading import SUFFIXES, check_tensors, from_hub, read_tensors
+from weights.records import CheckpointRecord, build_diffusion, fit
 
 # ---- finding weights ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The weights file that a path names, and the folder and the content of its meta.json.
-
-    Weights without a record have neither. If there is a meta.json, the file has the hash that is recorded there.
-    """
+    """The weights file that a path names, its folder, and the content of its meta.json, which has the file's hash."""
 
     file: Path
-    folder: Path | None = None
-    meta: dict | None = None
+    folder: Path
+    meta: dict
 
     @cached_property
-    def record(self) -> CheckpointRecord | None:
+    def record(self) -> CheckpointRecord:
         """What meta.json records about the weights; raises ValueError if it describes none."""
-        return self.meta and read_record(CheckpointRecord, self.folder / "meta.json", "It does not describe a "
-                                         "checkpoint; move the weights elsewhere.", self.meta)
+        return read_record(CheckpointRecord, self.folder / "meta.json", "It does not describe a checkpoint; move the "
+                           "weights elsewhere.", self.meta)
 
-    @cached_property
+    @property
     def sha256(self) -> str:
         """The file's hash, even after training has pruned it."""
-        return self.meta["files"][self.file.name]["sha256"] if self.meta else files.sha256(self.file)
+        return self.meta["files"][self.file.name]["sha256"]
 
     @property
     def run(self) -> Path | None:
         """The run that the checkpoint belongs to, if any."""
-        return self.folder and checkpoints.run_of(self.folder)
+        return checkpoints.run_of(self.folder)
+
+    @property
+    def source(self) -> dict:
+        """The fields of results that say which weights these are."""
+        imported = {"imported": self.record.imported.model_dump()} if self.record.imported else {}
+        return {"checkpoint": str(self.folder), "step": self.record.step, "weights_sha256": self.sha256, **imported}
 
 
 def find_checkpoint(path: str | Path, weights: str | None = None) -> Checkpoint:
     """Finds the weights that a path or a name of the Hugging Face Hub means; waits for no other rank.
 
-    A path is a run (its newest checkpoint), a checkpoint, or other people's file or folder, and comes before the Hub.
-    A checkpoint holds several networks, each in `<weights>.safetensors`: ema, the average (the default), other
-    averages, and model. Its file is read to check its hash. Raises ValueError if there are no such weights, or only
-    damaged ones.
+    A path is a run (its newest checkpoint), a checkpoint folder or a file in one, and comes before the Hub. A
+    checkpoint holds several networks, each in `<weights>.safetensors`: ema, the average (the default), other averages,
+    and model. Its file is read to check its hash. Raises ValueError, with what to type, for anything else.
     """
-    place = Path(path)
-    if place.is_file():
-        if not (place.parent / "meta.json").is_file():
-            return Checkpoint(place)
+    place, name = Path(path), file_name(weights)
+    if place.is_file() and (place.parent / "meta.json").is_file():
         if weights not in (None, place.stem):
             raise ValueError(f"{place} holds weights={place.stem}, not weights={weights}.")
         return open_checkpoint(place.parent, place.name)
     if (place / "meta.json").is_file():
-        return open_checkpoint(place, file_name(weights))
+        return open_checkpoint(place, name)
     if (place / "checkpoints").is_dir():
-        others = sorted(str(file) for file in (place / "checkpoints").iterdir() if file.suffix in SUFFIXES)
-        if others and not checkpoints.all_steps(place):
-            raise ValueError(f"{place / 'checkpoints'} holds weights of other code: name one, as in {others[-1]}.")
-        if (newest := latest_checkpoint(place, (file_name(weights),))) is None:
+        if newest := latest_checkpoint(place, (name,)):
+            return open_checkpoint(newest[0], name, newest[1])
+        if not any(file.suffix in SUFFIXES for file in (place / "checkpoints").iterdir()):
             raise ValueError(f"The run {place} has saved no checkpoint yet; wait for its first save.")
-        return open_checkpoint(newest[0], file_name(weights), newest[1])
-    if place.is_dir() and (file := find_in_folder(place)):
-        return Checkpoint(file)
+    if place.exists():
+        raise ValueError(how_to_import(place))
     if is_hub_name(str(path)) and not place.parent.exists():
-        return open_checkpoint(download(str(path), file_name(weights)), file_name(weights))
-    hub = (f" As {place.parent} is here, {path} is not looked up on the Hugging Face Hub: run `hf download {path} "
-           f"--local-dir {place.name}`, and name that folder." if is_hub_name(str(path)) and not place.exists() else "")
-    raise ValueError(f"There is no run, checkpoint folder or weights file at {path}. Training keeps the newest "
-                     f"checkpoint.keep_last and those of checkpoint.keep_every. Name runs/<name>, "
-                     f"runs/<name>/checkpoints/step-…, or a .safetensors or .pt file.{hub}")
+        return open_checkpoint(download(str(path), name), name)
+    raise ValueError(nothing_at(str(path)))
 
 
 def file_name(weights: str | None) -> str:
     return f"{weights_name(weights or 'ema')}.safetensors"
-
-
-def is_hub_name(path: str) -> bool:
-    """True for user/name, as repositories of the Hugging Face Hub are called."""
-    return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path) is not None and not path.endswith(SUFFIXES)
-
-
-def download(repo: str, name: str) -> Path:
-    """Returns the folder, in the Hub's cache, of a checkpoint that was uploaded there, with the file of this name."""
-    try:
-        return from_hub(repo, "meta.json", name, remedy=(
-            f"on a machine with internet, run `hf download {repo} meta.json {name} --local-dir x`, copy that folder "
-            f"here, and name it instead of {repo}."))
-    except ValueError as error:
-        raise ValueError(f"There is no {repo} here, and {error}") from error
 
 
 def open_checkpoint(folder: Path, name: str, meta: dict | None = None) -> Checkpoint:
@@ -153,6 +118,60 @@ def latest_checkpoint(run: Path, names: tuple[str, ...] | None = None) -> tuple[
     return newest
 
 
+# ---- the Hugging Face Hub -------------------------------------------------------------------------------------------
+
+ADDRESS = re.compile(r"(https?://(?:www\.)?(?:huggingface\.co|hf\.co)/|hf://)?(\w[\w.-]*/\w[\w.-]*)(?:@([\w.-]+))?"
+                     r"(?:/(?:tree|blob|resolve|raw)/([\w.-]+))?(?:/([^?#]+?))?/?(?:[?#].*)?")
+
+
+def is_hub_name(path: str) -> bool:
+    """True for user/name, as repositories of the Hugging Face Hub are called."""
+    return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path) is not None and not path.endswith(SUFFIXES)
+
+
+def download(repo: str, name: str) -> Path:
+    """Returns the folder, in the Hub's cache, of a checkpoint that was uploaded there, with the file of this name."""
+    folder = repo.partition("/")[2]
+    try:
+        return from_hub(repo, "meta.json", name, remedy=(
+            f"on a machine with internet, run `hf download {repo} meta.json {name} --local-dir {folder}`, copy that "
+            f"folder here, and name it instead of {repo}."))
+    except ValueError as error:
+        status = getattr(getattr(error.__cause__, "response", None), "status_code", None)
+        if status in (401, 403):
+            raise ValueError(f"There is no {repo} here, and the Hub has none that you may read ({status}): check "
+                             f"the name, run `hf auth login`, and accept the terms on its page.") from error
+        if status == 404:
+            raise ValueError(f"There is no {repo} here, and on the Hugging Face Hub it lacks meta.json or {name}, as "
+                             f"weights of other code do. Run `hf download {repo} --local-dir {folder}`, then "
+                             f"`{COMMAND} source={folder} out=weights/{folder}`, which lists the formats.") from error
+        raise ValueError(f"There is no {repo} here, and {error}") from error
+
+
+def nothing_at(path: str) -> str:
+    """Writes what to type for a path that is not here: an address, a revision or a folder of a repository, or a typo.
+    """
+    plain = (f"There is no run and no checkpoint folder at {path}. Training keeps the newest checkpoint.keep_last and "
+             f"those of checkpoint.keep_every. Name runs/<name> or runs/<name>/checkpoints/step-….")
+    if (found := ADDRESS.fullmatch(path)) is None:
+        return plain if "://" not in path else (
+            f"{path} is an address: download its file with `curl -LO`, and import that with `{COMMAND} source=<file> "
+            f"out=weights/<name>`.")
+    prefix, repo, tag, branch, inside = found.groups()
+    name, revision = repo.partition("/")[2], tag or branch
+    if not prefix and (path.endswith(SUFFIXES) or inside and Path(path).parent.exists()):
+        return plain
+    if prefix and not inside and revision in (None, "main"):
+        return f"{path} is an address: name {repo} instead."
+    options = f" --revision {revision}" if revision not in (None, "main") else ""
+    if inside and inside.endswith(SUFFIXES):
+        return (f"{path} is a file on the Hub: run `hf download {repo} {inside}{options} --local-dir {name}`, then "
+                f"`{COMMAND} source={name}/{inside} out=weights/{name}`, which lists the formats.")
+    options += f" --include '{inside}/*'" if inside else ""
+    return (f"{plain} If {repo} is on the Hugging Face Hub, run `hf download {repo}{options} --local-dir {name}`, and "
+            f"name {'/'.join(filter(None, [name, inside]))}.")
+
+
 # ---- loading weights ------------------------------------------------------------------------------------------------
 
 
@@ -164,41 +183,21 @@ class Trained:
     net: DiT
     diffusion: EDM | RF
     autoencoder: str
-    convention: Convention | None   # of its training latents; None: the autoencoder's own
+    convention: Convention          # of its training latents
     class_names: list[str] | None
     display_names: list[str] | None  # readable names of the classes
     classes: list[int]              # of its training images
     step: int | None
-    weights: str                    # ema or model; file if the state dict does not say which
+    weights: str                    # ema, model, ema-0.999 …
     recorded: dict                  # `network` and `diffusion` as plain keywords
-    family: str | None = None       # for weights without a record: a name in FAMILIES
-    description: str = ""           # for these, which weights of the file they are
-
-    @property
-    def read_as(self) -> dict:
-        """How weights without a record were interpreted, as their images depend on it; empty if there is a record."""
-        return {} if self.family is None else {
-            "family": self.family, "num_heads": self.recorded["network"]["num_heads"],
-            "null_label": self.net.null_label}
-
-    @property
-    def inferred(self) -> str | None:
-        """A message on how weights without a record were interpreted; None if there is a record."""
-        if self.family is None:
-            return None
-        labels = "" if self.net.null_label else f" no null label (num_classes={self.net.num_classes}),"
-        return (f"{self.checkpoint.file} has no record. Using {self.description}, as {self.family} "
-                f"({FAMILIES[self.family].meaning}), {self.recorded['network']['num_heads']} heads,{labels} decoded "
-                f"by {self.autoencoder}. To change it, set weights=, diffusion_name=, num_heads=, num_classes=, "
-                f"autoencoder=.")
 
 
-def other_data(trained: Trained, class_names: list[str] | None, convention: Convention | None) -> list[str]:
+def other_data(trained: Trained, class_names: list[str] | None, convention: Convention) -> list[str]:
     """Lists how the latents that a network was trained on differ from latents of these classes and convention."""
     numbers = {name: i for i, name in enumerate(trained.class_names or ())}
     differences = [f"{name} is class {numbers[name]} there and {i} here" for i, name in enumerate(class_names or ())
                    if numbers.get(name, i) != i][:1]
-    if None not in (trained.convention, convention) and trained.convention != convention:
+    if trained.convention != convention:
         there, here = vars(trained.convention), vars(convention)
         differences.append(f"its latents have another {' and '.join(key for key in here if there[key] != here[key])}")
     return differences
@@ -206,38 +205,18 @@ def other_data(trained: Trained, class_names: list[str] | None, convention: Conv
 
 def load_trained(
     path: str | Path | Checkpoint,          # as in find_checkpoint, or what it returned
-    weights: str | None = None,             # ema, model, ema-0.999 …, or a key of others' file; None: the average
-    diffusion: str | None = None,           # for weights without a record: a name in FAMILIES
+    weights: str | None = None,             # ema, model, ema-0.999 …; None: the average
     autoencoder: str | None = None,         # overrides the recorded one
     device: torch.device | str = "cpu",
-    like: Mapping[str, Any] | None = None,  # for what neither they nor settings say: diffusion, num_heads …
-    **sizes: int | None,                    # for weights without a record: num_heads, num_classes, input_size
 ) -> Trained:
     """Loads a network and what its checkpoint records about it; waits for no other rank.
 
-    If meta.json lies beside the weights, the network is built from that record. Otherwise the architecture is inferred
-    from the shapes, `diffusion` names the family if the file does not show it, and the weights are rewritten for an
-    ordinary network of ours. Raises ValueError for a path without a complete checkpoint, and for weights that are not
-    a DiT's or belong to no known family.
+    Raises ValueError for a path without a complete checkpoint, and for weights that are not its network's.
     """
     checkpoint = path if isinstance(path, Checkpoint) else find_checkpoint(path, weights)
-    sizes = {key: value for key, value in sizes.items() if value is not None}
-    if checkpoint.record is None:
-        typed = {"diffusion": diffusion, **sizes} if diffusion else sizes
-        state, record, role, reading = read_without_record(checkpoint.file, weights, typed, like or {})
-        for key, value in sizes.items():
-            if value != record.network[key]:
-                raise ValueError(f"{key}={value} does not fit the weights in {checkpoint.file}, which have "
-                                 f"{record.network[key]}.")
-    else:
-        record, role, reading = checkpoint.record, checkpoint.file.stem, {}
-        other = {} if diffusion in (None, record.diffusion.get("name")) else {"diffusion_name": diffusion}
-        for key, value in (other | sizes).items():
-            raise ValueError(f"{key}={value} is for weights without a record; {checkpoint.folder} has one: leave it "
-                             f"out.")
-        state = read_tensors(checkpoint.file)
-        check_tensors(state)
-    net, data = fit(state, record.network, checkpoint.file), record.data
+    record, data, state = checkpoint.record, checkpoint.record.data, read_tensors(checkpoint.file)
+    net = fit(state, record.network, checkpoint.file)
+    check_tensors(state, checkpoint.file)
     most = max(max(data.classes or [0]) + 1, len(data.class_names or ()), len(data.display_names or ()))
     if most > net.num_classes:
         raise ValueError(f"{checkpoint.folder / 'meta.json'} has {most} classes in data, but its network "
@@ -246,45 +225,9 @@ def load_trained(
     net.to(device).float().eval()  # not frozen, as autocast caches its casts of trainable weights only
     return Trained(
         checkpoint, net, build_diffusion(record.diffusion), autoencoder or data.autoencoder,
-        data.convention and Convention.read(data.convention.model_dump()), data.class_names,
-        data.display_names or data.class_names, data.classes or list(range(net.num_classes)), record.step, role,
-        {"network": record.network, "diffusion": record.diffusion}, **reading)
-
-
-def read_without_record(
-    file: Path, weights: str | None, typed: Mapping[str, Any], like: Mapping[str, Any],
-) -> tuple[dict[str, Tensor], CheckpointRecord, str, dict[str, str]]:
-    """Reads weights without a record; settings, then the file and its folder, then `like` say what no shape shows.
-
-    Returns the state dict of an ordinary network, the record that it would have, its role, and its family with a
-    description. Raises ValueError if the family is not known.
-    """
-    stored, pipeline = read_weights(file, weights), pipeline_of(file)
-    shown = {"num_classes": stored.num_classes, "diffusion": stored.family} | pipeline
-    facts = {**like, **{key: value for key, value in shown.items() if value is not None}, **typed}
-    state = with_positions(stored.state, (pipeline | typed).get("input_size"), file)
-    network = infer_architecture(state, facts.get("num_heads"), facts.get("num_classes"))
-    if (family := facts.get("diffusion")) not in FAMILIES:
-        raise ValueError(unknown_family(file, network))
-    state = without_unread(state, network, family, file)
-    fit(state, network, file)
-    state, network = to_our_diffusion(state, network, FAMILIES[family])
-    autoencoder = facts.get("autoencoder", "identity" if network["in_channels"] == 3 else "sd_vae_ema")
-    data = DataRecord(autoencoder=autoencoder, class_names=None)
-    record = CheckpointRecord(network=network, diffusion={"name": FAMILIES[family].diffusion}, data=data, step=None)
-    return state, record, stored.role, {"family": family, "description": stored.description}
-
-
-def fit(state: Mapping[str, Tensor], network: dict, file: Path) -> DiT:
-    """Builds a network from keywords and gives it these weights; raises ValueError if the two do not fit."""
-    with as_recorded(file), torch.device("meta"):
-        net = build_network(network)
-    try:
-        net.load_state_dict(state, assign=True)
-    except RuntimeError as error:
-        why = " ".join(str(error).split())[:500]
-        raise ValueError(f"The weights in {file} do not fit their network. {why}") from None
-    return net
+        Convention.read(data.convention.model_dump()), data.class_names, data.display_names or data.class_names,
+        data.classes or list(range(net.num_classes)), record.step, checkpoint.file.stem,
+        {"network": record.network, "diffusion": record.diffusion})
 
 
 # ---- weights by their hash -----------------------------------------------------------------------------------------

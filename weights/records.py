@@ -1,11 +1,15 @@
 """Builds networks and diffusions from plain records, as in meta.json and configs."""
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 from pydantic import ConfigDict, Field, create_model
+from torch import Tensor
 
 from blocks.fusion import FusingRouter
 from dit import DiT
@@ -22,6 +26,7 @@ from runtime.schema import (
     Record,
     Settings,
     Size,
+    as_recorded,
     read,
 )
 
@@ -67,18 +72,21 @@ class DataRecord(Record):
     """The latents that a network was trained on."""
 
     autoencoder: str
+    convention: ConventionRecord
     class_names: list[str] | None
-    display_names: list[str] | None = None
-    convention: ConventionRecord | None = None  # of its latents; None (early records): the autoencoder's own
-    classes: Annotated[list[NonNegativeInt], Field(min_length=1)] | None = None  # those with images; None: all
+    display_names: list[str] | None
+    classes: Annotated[list[NonNegativeInt], Field(min_length=1)] | None  # those with images; None: all
 
 
-class ParentRecord(Record):
-    """Which weights a run began with."""
+class ImportRecord(Record):
+    """The file of other code that weights were imported from, and how scripts/import_weights.py read it."""
 
-    step: NonNegativeInt | None = None
-    weights_sha256: str | None = None
-    diffusion_name: str | None = None
+    file: str
+    sha256: str
+    format: str
+    weights: str | None                 # the key of the network in the file; None: it holds one without a key
+    num_heads: Size
+    dropped: list[str]                  # tensors beside the network
 
 
 class CheckpointRecord(Record):
@@ -88,9 +96,8 @@ class CheckpointRecord(Record):
     diffusion: dict
     data: DataRecord
     step: NonNegativeInt | None
-    parent: ParentRecord | None = None
-    null_label: bool = True                      # whether label dropout has trained it
-    config: dict = {}
+    null_label: bool                    # whether label dropout has trained it
+    imported: ImportRecord | None = None  # None: a run has trained it here
 
 
 def read_network(network: dict) -> dict:
@@ -115,6 +122,22 @@ def build_network(network: dict) -> DiT:
     return DiT(**{**complete, "routes": [Route(**route) for route in complete["routes"]]}, router=router)
 
 
+def fit(state: Mapping[str, Tensor], network: dict, whose: object) -> DiT:
+    """Builds a network from keywords and gives it these weights; raises ValueError, with a tensor that does not fit."""
+    with as_recorded(Path(str(whose))), torch.device("meta"):
+        net = build_network(network)
+    expected = net.state_dict()
+    if odd := sorted(expected.keys() ^ state.keys()):
+        more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
+        raise ValueError(f"{whose} {'lacks' if odd[0] in expected else 'has'} the tensor {odd[0]}{more}, unlike the "
+                         f"network that it describes")
+    for key, value in state.items():
+        if value.shape != expected[key].shape:
+            raise ValueError(f"{whose} has {key} {tuple(value.shape)} instead of {tuple(expected[key].shape)}")
+    net.load_state_dict(state, assign=True)
+    return net
+
+
 def build_schedule(net: DiT, record: dict, seed: int) -> RouteSchedule:
     """Builds the schedule of a network's routes from its record, which is {} if they do not change."""
     settings = read(ScheduleSettings, record, "route_schedule: ").model_dump(exclude_none=True)
@@ -131,8 +154,6 @@ def diffusion_keywords(diffusion: dict) -> dict:
     name = diffusion.get("name")
     if name not in [*DIFFUSIONS]:  # `name` may be a list
         raise ValueError(f"There is no diffusion {name!r}; choose one of {', '.join(DIFFUSIONS)}.")
-    if diffusion.get("contrastive_weight") == 0:  # of runs from before that loss went
-        diffusion = {key: value for key, value in diffusion.items() if key != "contrastive_weight"}
     return read(DIFFUSION_RECORDS[name], diffusion, f"diffusion={name}: ").model_dump()
 
 

@@ -1,0 +1,105 @@
+"""Converts weights of other code to a checkpoint folder, which every command then reads. Nothing is unpickled.
+
+configs/import_weights.yaml shows the commands, docs/interop.md lists the formats, and weights/foreign.py reads them.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from runtime import files
+from runtime.command import command
+from runtime.schema import Classes, Location, Settings, Size, Text, as_recorded, one_of
+from weights import checkpoint as checkpoints
+from weights.foreign import FORMATS, Foreign, find_file, how_to_import, read
+from weights.reading import check_tensors, read_tensors
+from weights.records import RouteSettings, diffusion_keywords
+
+SETTINGS = ("weights", "num_heads", "num_classes", "input_size", "autoencoder")  # that formats may need
+
+
+class ImportSettings(Settings):
+    """configs/import_weights.yaml."""
+
+    source: Location
+    out: Location
+    format: one_of(FORMATS) | None
+    weights: Text | None
+    num_heads: Size | None
+    num_classes: Classes | None
+    input_size: Size | None
+    autoencoder: Location | None
+    diffusion: dict | None
+    routes: list[RouteSettings] | None
+
+
+def describe(foreign: Foreign, name: str, dropped: list[str]) -> str:
+    """Writes how a network was read, for people."""
+    key, others = foreign.weights, " and ".join(foreign.others)
+    no_label = "" if foreign.network.get("null_label", True) else " and no null label"
+    return ", ".join([
+        f"{f'weights={key}' if key else 'its only weights'}{f' (not {others})' if others else ''}",
+        f"read as {name} ({foreign.form.meaning})", f"{foreign.network['num_heads']} heads",
+        f"{foreign.network['num_classes']} classes{no_label}", f"decoded by {foreign.autoencoder}",
+        *(f"without {part}" for part in dropped)])
+
+
+def grouped(names: list[str]) -> list[str]:
+    """Counts names of tensors by their first part."""
+    groups = [f"{name.partition('.')[0]}.*" if "." in name and " " not in name else name for name in names]
+    return [f"{group} ({groups.count(group)} tensors)" if group.endswith("*") else group
+            for group in dict.fromkeys(groups)]
+
+
+def is_imported(out: Path, meta: dict) -> bool:
+    """Returns whether `out` holds this import already; raises ValueError if it holds anything else."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return False
+    if out.is_dir() and checkpoints.problem(out) is None and json.loads(json.dumps(meta)).items() <= (
+            checkpoints.read_meta(out).items()):
+        return True
+    raise ValueError(f"out={out} exists and does not hold this import: name another folder, or remove it.")
+
+
+@command("import_weights", ImportSettings)
+def main(cfg: ImportSettings) -> None:
+    """Writes `source` to `out` as a checkpoint. Raises ValueError for weights that the format does not have."""
+    out = Path(cfg.out)
+    if cfg.format is None:
+        raise ValueError(how_to_import(Path(cfg.source)))
+    if cfg.format != "ours" and (cfg.diffusion or cfg.routes):
+        raise ValueError("diffusion= and routes= are for format=ours: leave them out.")
+    file = find_file(Path(cfg.source))
+    content = read_tensors(file)
+    try:
+        with as_recorded(file):
+            foreign = read(file, content, cfg.format, **{name: getattr(cfg, name) for name in SETTINGS},
+                           diffusion=cfg.diffusion and diffusion_keywords(cfg.diffusion),
+                           routes=cfg.routes and [route.model_dump(exclude_defaults=True) for route in cfg.routes])
+    except ValueError as error:
+        raise ValueError(f"{file} cannot be imported with format={cfg.format}: {str(error).rstrip('.')}.") from error
+    check_tensors(foreign.state, file)
+    state, network = foreign.rewritten()
+    record = {"file": file.name, "sha256": files.sha256(file), "format": cfg.format, "weights": foreign.weights or None,
+              "num_heads": network["num_heads"], "dropped": grouped(foreign.dropped)}
+    meta = {
+        "step": None, "network": network, "diffusion": foreign.form.diffusion or dict(cfg.diffusion),
+        "null_label": network.get("null_label", True), "imported": record,
+        "data": {"autoencoder": foreign.autoencoder, "convention": foreign.convention.record(), "class_names": None,
+                 "display_names": foreign.display_names, "classes": None}}
+    line = f"{file}: {describe(foreign, cfg.format, record['dropped'])}. {out}"
+    if is_imported(out, meta):
+        print(f"{line} holds it already: nothing to do.")
+        return
+    needed = sum(4 * tensor.numel() for tensor in state.values())
+    files.require_room(out, needed, "make room, or set out= to a folder on another disk.")
+    for left in out.parent.glob(f".{out.name}.*.tmp"):  # of imports that were killed
+        files.remove(left)
+    checkpoints.save(out, {"ema": state}, meta)
+    size = f"{needed / 1e9:.1f} GB" if needed >= 1e9 else f"{needed / 1e6:.3g} MB"
+    print(f"{line} takes {size}. next: python sample.py checkpoint={out}")
+
+
+if __name__ == "__main__":
+    main()
