@@ -13,7 +13,7 @@ from runtime.command import command
 from runtime.schema import Classes, Location, Settings, Size, Text, as_recorded, one_of
 from weights import checkpoint as checkpoints
 from weights.foreign import FORMATS, Foreign, find_file, how_to_import, read
-from weights.reading import check_tensors, read_tensors
+from weights.reading import check_finite, read_tensors
 from weights.records import RouteSettings, diffusion_keywords
 
 SETTINGS = ("weights", "num_heads", "num_classes", "input_size", "autoencoder")  # that formats may need
@@ -79,7 +79,7 @@ def main(cfg: ImportSettings) -> None:
                            routes=cfg.routes and [route.model_dump(exclude_defaults=True) for route in cfg.routes])
     except ValueError as error:
         raise ValueError(f"{file} cannot be imported with format={cfg.format}: {str(error).rstrip('.')}.") from error
-    check_tensors(foreign.state, file)
+    check_finite(foreign.state, file)
     state, network = foreign.rewritten()
     record = {"file": file.name, "sha256": files.sha256(file), "format": cfg.format, "weights": foreign.weights or None,
               "num_heads": network["num_heads"], "dropped": grouped(foreign.dropped)}

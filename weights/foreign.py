@@ -56,7 +56,7 @@ FORMATS = {
     "tread": Format("CompVis/tread: EDM", {"name": "edm", "sigma_data": 0.5}, NORMS | {"sigma_data": ("0.5",)},
                     pair=("ema_state_dict", "model_state_dict")),
     # One of diffusers' three norms has 1e-5, also with DiT's weights, which were trained with 1e-6.
-    "diffusers": Format("diffusers' DiTTransformer2DModel: noise at 1000 steps", {"name": "ddpm"},
+    "diffusers": Format("DiT's weights in diffusers' DiTTransformer2DModel: noise at 1000 steps", {"name": "ddpm"},
                         NORMS | NOISE | {"norm_eps": ("1e-05", "1e-06"), "norm_type": ("ada_norm_zero",)},
                         pair=None, outputs=(1, 2)),
     "ours": Format("weights of this project that lost their meta.json", None, {}, pair=None, blocks=(*BLOCKS,),

@@ -21,7 +21,7 @@ from runtime.schema import read_record
 from weights import checkpoint as checkpoints
 from weights.averages import weights_name
 from weights.foreign import COMMAND, how_to_import
-from weights.reading import SUFFIXES, check_tensors, from_hub, read_tensors
+from weights.reading import SUFFIXES, check_finite, from_hub, read_tensors
 from weights.records import CheckpointRecord, build_diffusion, fit
 
 # ---- finding weights ------------------------------------------------------------------------------------------------
@@ -168,7 +168,8 @@ def nothing_at(path: str) -> str:
         return (f"{path} is a file on the Hub: run `hf download {repo} {inside}{options} --local-dir {name}`, then "
                 f"`{COMMAND} source={name}/{inside} out=weights/{name}`, which lists the formats.")
     options += f" --include '{inside}/*'" if inside else ""
-    return (f"{plain} If {repo} is on the Hugging Face Hub, run `hf download {repo}{options} --local-dir {name}`, and "
+    what = f"{path} is an address:" if prefix else f"{plain} If {repo} is on the Hugging Face Hub,"
+    return (f"{what} run `hf download {repo}{options} --local-dir {name}`, and "
             f"name {'/'.join(filter(None, [name, inside]))}.")
 
 
@@ -216,7 +217,7 @@ def load_trained(
     checkpoint = path if isinstance(path, Checkpoint) else find_checkpoint(path, weights)
     record, data, state = checkpoint.record, checkpoint.record.data, read_tensors(checkpoint.file)
     net = fit(state, record.network, checkpoint.file)
-    check_tensors(state, checkpoint.file)
+    check_finite(state, checkpoint.file)
     most = max(max(data.classes or [0]) + 1, len(data.class_names or ()), len(data.display_names or ()))
     if most > net.num_classes:
         raise ValueError(f"{checkpoint.folder / 'meta.json'} has {most} classes in data, but its network "

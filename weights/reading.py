@@ -14,7 +14,6 @@ from runtime.files import refuse_pointer
 from runtime.schema import first_line
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin")
-FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def from_hub(repo: str, *names: str, remedy: str) -> Path:
@@ -48,12 +47,8 @@ def read_tensors(file: Path) -> object:
                          f"dict as .safetensors where it was made.") from error
 
 
-def check_tensors(state: Mapping[str, Tensor], whose: object) -> None:
-    """Raises ValueError for types such as int8 or float8, and for values that are not finite."""
-    if packed := [key for key, value in state.items() if value.dtype not in FLOATS]:
-        dtype = str(state[packed[0]].dtype).removeprefix("torch.")
-        raise ValueError(f"{whose} holds {len(packed)} of {len(state)} tensors in {dtype}, {packed[0]} first: take the "
-                         f"file in float32, bfloat16 or float16.")
+def check_finite(state: Mapping[str, Tensor], whose: object) -> None:
+    """Raises ValueError for values that are not finite."""
     if damaged := [key for key, value in state.items() if not value.isfinite().all()]:
         raise ValueError(f"{whose} holds values that are not finite in {len(damaged)} of {len(state)} tensors, "
                          f"{damaged[0]} first: choose an earlier checkpoint.")

@@ -31,6 +31,7 @@ from runtime.schema import (
 )
 
 DIFFUSIONS = {"edm": EDM, "ddpm": DDPM, "rf": RF}
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 ROUTER_DEFAULTS = asdict(Router())  # for a record without them
 
 
@@ -134,6 +135,9 @@ def fit(state: Mapping[str, Tensor], network: dict, whose: object) -> DiT:
     for key, value in state.items():
         if value.shape != expected[key].shape:
             raise ValueError(f"{whose} has {key} {tuple(value.shape)} instead of {tuple(expected[key].shape)}")
+        if value.dtype not in FLOATS:
+            raise ValueError(f"{whose} holds tensors in {str(value.dtype).removeprefix('torch.')}, {key} first: take "
+                             f"the file in float32, bfloat16 or float16")
     net.load_state_dict(state, assign=True)
     return net
 

@@ -1,7 +1,8 @@
-"""One door opens a run, a checkpoint, a repository of the Hugging Face Hub, or other people's file or folder."""
+"""One door opens a run, a checkpoint or a repository of the Hugging Face Hub, and says what to type for the rest."""
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
@@ -9,7 +10,7 @@ import torch
 from conftest import run_command
 from huggingface_hub import constants
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from training_runs import write_run
 
 import sample
@@ -28,8 +29,7 @@ def here(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     write_run(Path("run"), NETWORK, 1), write_run(Path("run"), NETWORK, 2)
-    Path("alone").mkdir()
-    shutil.copy(STEP / "ema.safetensors", "alone/x.safetensors")
+    shutil.copytree(STEP, "alone")
     return tmp_path
 
 
@@ -53,47 +53,62 @@ def cached(repo: str, folder: Path) -> Path:
     (STEP, None, STEP / "ema.safetensors"), (STEP / "model.safetensors", None, STEP / "model.safetensors"),
     (STEP / "model.safetensors", "model", STEP / "model.safetensors"),
     ("run/checkpoints/step-00000001", "model", Path("run/checkpoints/step-00000001/model.safetensors")),
-    ("alone", None, Path("alone/x.safetensors")), ("alone/x.safetensors", "ema_0.99", Path("alone/x.safetensors")),
+    ("alone", None, Path("alone/ema.safetensors")), ("alone", "model", Path("alone/model.safetensors")),
 ])
 def test_each_kind_of_path_names_one_file(path, weights, file, here, monkeypatch):
     hashed = []
     monkeypatch.setattr(checkpoints, "sha256", lambda path: hashed.append(path) or files.sha256(path))
     checkpoint = find_checkpoint(path, weights)
     assert checkpoint.file == file and (checkpoint.run == Path("run")) == ("run" in str(file))
-    monkeypatch.setattr(files, "sha256", lambda path: hashed.append(path) or path.name)
-    assert [checkpoint.sha256 for _ in range(2)] and hashed == [file], "a file is hashed once"
+    assert checkpoint.sha256 and hashed == [file], "a file is hashed once"
 
 
-@pytest.mark.parametrize("path, weights, says", [
-    ("nowhere", None, "no run, checkpoint folder or weights file at nowhere"), ("", "best", "weights=best is neither"),
+@pytest.mark.parametrize("path, which, says", [
+    ("nowhere", None, "no run and no checkpoint folder at nowhere"), ("", "best", "weights=best is neither"),
     ("run", "ema-0.5", "step-00000002 holds no ema-0.5.safetensors: set weights= to one of ema, model"),
     ("average", None, "average holds no ema.safetensors: set weights= to one of ema-0.99"),
     (STEP / "model.safetensors", "ema", "holds weights=model, not weights=ema"),
     (STEP / "ema.pt", None, "holds no ema.pt: set weights= to one of ema, model"),
     ("empty", None, "The run empty has saved no checkpoint yet"), ("damaged", None, "is damaged.*ema.safetensors is"),
-    ("theirs", None, "weights of other code: name one, as in theirs/checkpoints/0400000.pt"),
-    ("run/nowhere", None, "As run is here, run/nowhere is not looked up on the .* Hub: run `hf download run/nowhere "),
-    ("a/b/c", None, "weights file at a/b/c"), ("./a/b", None, r"weights file at \./a/b"),
-    ("a/b.pt", None, "weights file at a/b.pt"), ("me/x", None, "There is no me/x here, and meta.json and "
-     "ema.safetensors of me/x could not be downloaded .*`hf download me/x meta.json ema.safetensors --local-dir x`"),
+    ("theirs", None, "Import it once: python scripts/import_weights.py source=theirs/checkpoints/0400000.pt "
+     "out=weights/theirs format=repa num_heads=<heads> .*Then name weights/theirs"),
+    ("mine.safetensors", None, "source=mine.safetensors out=weights/mine and one of format=.*format=ours "
+     "num_heads=<heads> diffusion=<edm.ddpm.rf> autoencoder=<what decodes its latents, or none>"),
+    ("notes", None, "notes is no run, no checkpoint folder and nothing to import: notes holds no weights file"),
+    ("notes/a.txt", None, "nothing to import: notes/a.txt cannot be read as weights"),
+    ("run/nowhere", None, "at run/nowhere.*run `hf download run/nowhere --local-dir nowhere`, and name nowhere"),
+    ("a/b/c", None, "hf download a/b --include 'c/.' --local-dir b`, and name b/c"),
+    ("a/b@v1", None, "hf download a/b --revision v1 --local-dir b`, and name b"),
+    ("./a/b", None, r"no checkpoint folder at \./a/b.*step-….$"), ("a/b.pt", None, r"at a/b.pt.*step-….$"),
+    ("https://huggingface.co/me/x", None, "is an address: name me/x instead"),
+    ("hf://me/x@v1/sub", None, "address: run `hf download me/x --revision v1 --include 'sub/.' --local-dir x`"),
+    ("https://huggingface.co/me/x/resolve/main/x.pt?download=true", None,
+     "`hf download me/x x.pt --local-dir x`, then `python scripts/import_weights.py source=x/x.pt out=weights/x`"),
+    ("https://example.org/x.pt", None, "is an address: download its file"),
+    ("me/x", None, "There is no me/x here, and meta.json and ema.safetensors of me/x could not be "
+     "downloaded .*`hf download me/x meta.json ema.safetensors --local-dir x`"),
 ])
-def test_what_is_not_there_is_a_line_with_what_to_type(path, weights, says, here):
+def test_what_is_not_there_is_a_line_with_what_to_type(path, which, says, here):
     checkpoints.save(Path("average"), {"ema-0.99": {"a": torch.ones(1)}, "training": {}}, {"step": 3})
     for run in ("empty", "theirs"):
         Path(run, "checkpoints").mkdir(parents=True)
-    Path("theirs/checkpoints/0400000.pt").touch()
+    weights = load_file(STEP / "ema.safetensors")
+    torch.save({"ema": weights, "model": weights, "args": {"prediction": "v", "vae": "ema"}},
+               "theirs/checkpoints/0400000.pt")
+    save_file(weights, "mine.safetensors")
+    Path("notes").mkdir(), Path("notes/a.txt").write_text("mine")
     shutil.copytree(STEP, "damaged")
     Path("damaged/ema.safetensors").write_bytes(b"")
     (STEP / "ema.pt").touch()
     with pytest.raises(ValueError, match=says) as refused:
-        find_checkpoint(path or "run", weights)
+        find_checkpoint(path or "run", which)
     assert "\n" not in str(refused.value)
 
 
 def test_weights_are_found_by_their_hash_in_an_older_checkpoint_and_under_another_name(here):
     older = find_checkpoint("run/checkpoints/step-00000001")
     assert find_by_hash(["nowhere", "alone", "run"], older.sha256) == older
-    assert find_by_hash(["alone"], find_checkpoint("run").sha256).file == Path("alone/x.safetensors")
+    assert find_by_hash(["alone"], find_checkpoint("run").sha256).file == Path("alone/ema.safetensors")
     assert find_by_hash(["run"], "0") is None
 
 
@@ -119,10 +134,31 @@ def test_an_uploaded_checkpoint_is_read_from_the_hub_by_its_name(here, monkeypat
     assert sorted(snapshot.rglob("*")) == before
 
 
+class Refused(Exception):
+    """An error of huggingface_hub, whose response has a status."""
+
+    def __init__(self, status: int):
+        super().__init__(status)
+        self.response = SimpleNamespace(status_code=status)
+
+
+@pytest.mark.parametrize("status, says", [
+    (401, "`hf auth login`"), (403, "`hf auth login`"),
+    (404, "`hf download me/x --local-dir x`, then `python scripts/import_weights.py source=x out=weights/x`"),
+])
+def test_a_repository_that_one_may_not_read_or_of_other_code_says_what_to_type(status, says, here, monkeypatch):
+    def refuse(*_, **__):
+        raise Refused(status)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", refuse)
+    with pytest.raises(ValueError, match=says):
+        find_checkpoint("me/x")
+
+
 @pytest.mark.parametrize("spoil, says", [
     (lambda folder: (folder / "meta.json").unlink(), "meta.json and ema.safetensors of me/x could not be downloaded"),
     (lambda folder: (folder / "ema.safetensors").write_bytes(b"x"), "size or SHA-256 differs"),
-    (lambda folder: (folder / "meta.json").write_text('{"files": {}, "step": 2}'), "holds no ema.safetensors"),
+    (lambda folder: checkpoints.write_meta(folder, {"files": {}, "step": 2}), "holds no ema.safetensors"),
 ])
 def test_a_repository_that_is_not_a_complete_checkpoint_is_refused(spoil, says, here):
     shutil.copytree(STEP, "spoilt")
