@@ -162,6 +162,6 @@ def test_the_main_rank_finds_a_checkpoint_for_all(run, tmp_path, monkeypatch):
         find_on_main_rank(other, training)
     with pytest.raises(ValueError, match="^why$"):
         find_on_main_rank(other, training)
-    with pytest.raises(ValueError, match="There is no run, checkpoint folder or weights file at nowhere"):
+    with pytest.raises(ValueError, match="There is no run and no checkpoint folder at nowhere"):
         find_on_main_rank(main, "nowhere")
     assert sent[-1][1].startswith("There is no run"), "or the other rank would wait"

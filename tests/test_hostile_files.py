@@ -28,9 +28,9 @@ from runtime import files
 from scoring.features import load_extractor
 from scoring.image_sets import open_images
 from scoring.score import open_reference
+from scripts import import_weights as import_script
 from weights import checkpoint as checkpoints
 from weights.autoencoders import load_autoencoder
-from weights.foreign import read_weights
 from weights.loading import load_trained
 
 
@@ -49,6 +49,10 @@ def in_a_line(call, *arguments) -> str:
         assert "\n" not in str(error)
         return str(error)
     return ""
+
+
+def import_weights(file: Path, form: str = "sit") -> None:
+    import_script.main(f"source={file}", f"format={form}", f"out={file.parent}/out")
 
 
 # ---- pickles --------------------------------------------------------------------------------------------------------
@@ -84,7 +88,7 @@ def save_vae_with_pickle(at: Path) -> None:
 
 
 PICKLES = {  # where one is: what writes it in a folder, what reads it there, what is said; "": it is read otherwise
-    **{f"weights {form} {is_new}": (partial(save_among_weights, form, is_new), lambda at: read_weights(at / "x.pt"),
+    **{f"weights {form} {is_new}": (partial(save_among_weights, form, is_new), lambda at: import_weights(at / "x.pt"),
                                     FOUND) for form in range(len(AMONG_WEIGHTS)) for is_new in (True, False)},
     "Inception": (lambda at: save({"fc.weight": Harm()}, at / "x.pt"),
                   lambda at: load_extractor(one_rank(), "inception", at / "x.pt"), f"weights alone: {FOUND}"),
@@ -261,4 +265,13 @@ def test_weights_that_name_a_billion_blocks_are_a_line(tmp_path):
     for name, blocks in (("x_embedder.proj.weight", "blocks"), ("pos_embed.proj.weight", "transformer_blocks")):
         state = {name: torch.ones(8, 3, 2, 2), f"{blocks}.1000000000.a": torch.ones(1)}
         save_file(state, tmp_path / "x.safetensors")
-        assert in_a_line(load_trained, tmp_path / "x.safetensors")
+        for form in ("sit", "diffusers", "ours"):
+            assert "not numbered" in in_a_line(import_weights, tmp_path / "x.safetensors", form)
+        assert "nothing to import" in in_a_line(load_trained, tmp_path / "x.safetensors")
+
+
+def test_settings_that_contain_themselves_are_a_line(tmp_path):
+    config = {"prediction": "noise"}
+    config["config"] = config
+    save({"ema": {"x_embedder.proj.weight": torch.ones(8, 3, 2, 2)}, "config": config}, tmp_path / "x.pt")
+    assert "prediction=noise" in in_a_line(import_weights, tmp_path / "x.pt")

@@ -54,11 +54,10 @@ TYPED = {
         # where it starts, and what it writes
         ("run_dir=.", "current folder"), ("run_dir=images.npz/run", "images.npz"), ("init_from=nowhere", "nowhere"),
         ("init_from=flow", "diffusion"), ("init_from=run", "model.depth=8", "{'depth': 7} there, {'depth': 8} here"),
-        ("init_from=weights.pt", "diffusion_name="), ("init_from=weights.pt", "diffusion_name=dit", "not DDPM"),
+        ("init_from=weights.pt", "source=weights.pt out=weights/weights"), ("init_from=ddpm", "not DDPM"),
         ("run_dir=runs", "folder of all runs"),
         ("run_dir=latents", "data folder"), ("run_dir=taught/run", "taught"), ("run_dir=run/again", "lies in the run"),
-        ("init_from=run", "diffusion_name=sit", "step-00000004 has one: leave it out"),
-        ("diffusion_name=sit", "init_from="), ("new_label_table=true", "init_from"),
+        ("new_label_table=true", "init_from"),
         ("init_from=run", "data.num_classes=7", "new_label_table=true initialises"),
         # one setting that makes another void
         ("model=sprint", "routes=balanced", "model=sprint"), ("routes=balanced", "model=dit", "model=dit"),
@@ -98,15 +97,11 @@ TYPED = {
         ("guidance=cfg", "routes=[{start_layer_idx: 1, end_layer_idx: 2}]", "gamma2="),
         ("checkpoint=dense", "guidance=path_drop", "not trained for that"),
         ("guidance=autoguidance", "weak=run", "gamma2=1", "gamma2=1, as in guidance=path_drop"),
-        ("guidance=autoguidance", "weak=weights.pt", "num_heads=2", "diffusion_name="),
+        ("guidance=autoguidance", "weak=weights.pt", "python scripts/import_weights.py source=weights.pt"),
         ("latents=true", "out=new.npz", "decode_precision=bf16", "decodes nothing"), ("latents=true", "latents=true"),
         ("out=grid.jpg", ".png"), ("out=images.npz/x.png", "images.npz"), ("out=foreign.npz", "overwrite=true"),
         ("out=four", "overwrite=true", "name another folder"), ("autoencoder=python:decode", "python:"),
-        ("diffusion_name=flux", "diffusion_name=flux"), ("diffusion_name=sit", "diffusion_name=sit"),
-        ("checkpoint=weights.pt", "num_heads=2", "diffusion_name=edm", "num_classes=99", "num_classes=99"),
-        ("checkpoint=weights.pt", "num_heads=2", "diffusion_name=edm", "input_size=99", "input_size=99"),
-        ("checkpoint=weights.pt", "num_heads=2", "diffusion_name="),
-        ("checkpoint=weights.pt", "num_heads=3", "diffusion_name=edm", "3"),
+        ("checkpoint=weights.pt", "Then name weights/weights."), ("checkpoint=four", "four holds no weights file"),
         ("sampler.solver=euler", "solver"), ("checkpoint=flow", "sampler.solver=dopri5", "euler_maruyama"),
         ("checkpoint=flow", "sampler.shift=0.3", "greater than or equal to 1"), ("scale=1e308", "scale="),
         ("gamma2=0.5", "scale"),
@@ -156,6 +151,17 @@ TYPED = {
         ("format=ldm", "lightningdit"),
         ("source=latents", "format=null", "latent folder already"), ("kind=moments", "kind is only for format=tread"),
         ("format=null", "set format=fastdit for scaled latents, w"), ("format=repa", "dataset.json"),
+    ],
+    "import_weights": [
+        ("format=null", "and one of format=sit num_heads=<heads>"), ("source=null", "source="), ("out=null", "out="),
+        ("source=nowhere", "nowhere does not exist"), ("source=four", "four holds no weights file"),
+        ("format=lightning", "'sit', 'repa', 'lightningdit'"), ("format=dit", "unlike this format"),
+        ("num_heads=null", "set num_heads="), ("num_heads=3", "3"), ("num_classes=99", "num_classes=99 does not fit"),
+        ("input_size=99", "input_size=99 does not fit"), ("autoencoder=null", "set autoencoder="),
+        ("autoencoder=vqgan", "vqgan"), ("weights=best", "it has no weights=best: set weights=ema"),
+        ("diffusion=edm", "are for format=ours"), ("format=ours", "set diffusion="),
+        ("out=latents", "out=latents exists and does not hold this import"), ("out=four", "out=four exists"),
+        ("out=images.npz", "out=images.npz exists"), ("out=run", "out=run exists"),
     ],
     "study": [
         ("part=0/3", "part=2/6"), ("rows=[nowhere.json]", "nowhere.json"),
@@ -217,14 +223,15 @@ SPOILT = {
         (arrays(mu=np.zeros(192), sigma=np.eye(192), space="dinov2"), "dinov2"),
     ],
     ("fid images=four features=inception", "features_weights", "weights.pt"): [(cut(), "weights.pt")],
-    # checkpoints, and anybody's weights
+    # checkpoints, and weights of other code
     ("sample", "checkpoint", "run"): [
         (cut(EMA), "checkpoint"), (put(f"{STEP}/meta.json", "{"), "checkpoint"),
         (lambda path: shutil.rmtree(path / STEP), "checkpoint"),
     ],
-    ("sample diffusion_name=edm num_heads=2", "checkpoint", "weights.pt"): [
+    ("import_weights", "source", "weights.pt"): [
         (cut(), "weights.pt"), (put("", "<html>"), "it is damaged, or holds pickled"),
     ],
+    ("sample", "checkpoint", "weights.pt"): [(cut(), "nothing to import")],
     ("sample", "autoencoder", "weights.pt"): [(as_it_is, "AutoencoderKL"), (cut(), "weights.pt")],
     # a run that is resumed
     ("train", "run_dir", "run"): [
@@ -266,7 +273,8 @@ def place(world, fresh_accelerator) -> Iterator[Path]:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-@pytest.mark.parametrize("line", ["train", "sample", "rf", "fid images=four", "prepare_latents", "import_latents"])
+@pytest.mark.parametrize("line", ["train", "sample", "rf", "fid images=four", "prepare_latents", "import_latents",
+                                  "import_weights"])
 def test_without_a_mistake_the_command_works(place, line):
     before = seen(place)
     command, *typed = line.split()

@@ -24,6 +24,7 @@ WORKING = {  # settings with which each command works
     "fid": ["reference=images.npz", "features=pixels", "results=new.jsonl", "num_samples=4", "cpu=true"],
     "prepare_latents": ["source=pets", "out=new", "resolution=8", "autoencoder=identity", "num_workers=1"],
     "import_latents": ["source=pairs", "format=fastdit", "out=new"],
+    "import_weights": ["source=weights.pt", "format=tread", "out=new", "num_heads=2", "autoencoder=identity"],
     "study": ["study=rehearsal", "out=new", "tasks=[report]"],
     "benchmark": ["out=new", "device=cpu"],
 }
@@ -37,10 +38,10 @@ def make(place: Path) -> Path:
     shutil.copytree(place / "latents", place / "taught")  # by a teacher of 4 tokens an image
     np.save(place / "taught/teacher-00000.npy", np.ones((12, 4, 6), np.float16))
     change_record(place / "taught", arrays={"teacher": {"shape": [4, 6], "dtype": "float16", "mirror": "files"}})
-    for name, changes in {"flow": {}, "dense": {"routes": []}}.items():
+    for name, diffusion, changes in (("flow", "rf", {}), ("dense", "rf", {"routes": []}), ("ddpm", "ddpm", {})):
         shutil.copytree(place / "run", place / name)
         meta = checkpoints.read_meta(place / name / STEP)
-        meta["diffusion"], meta["network"] = {"name": "rf"}, meta["network"] | changes
+        meta["diffusion"], meta["network"] = {"name": diffusion}, meta["network"] | changes
         checkpoints.write_meta(place / name / STEP, meta)
     torch.save({"ema": load_file(place / "run" / EMA)}, place / "weights.pt")
 

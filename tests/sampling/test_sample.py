@@ -15,10 +15,8 @@ import pytest
 import torch
 from conftest import ROOT, one_rank, run_command
 from PIL import Image
-from safetensors.torch import load_file, save_file
 from training_runs import wait_until, write_run
 
-from dit import DiT_models
 from edm import DDPM, EDM
 from guidance import Guidance
 from rf import RF
@@ -235,15 +233,6 @@ def test_a_run_its_folders_and_its_weights_files_are_loaded_and_sampled_under_th
         load_trained(folder / "model.safetensors")
 
 
-def test_what_is_inferred_from_bare_weights_is_printed_and_num_heads_can_be_given(tmp_path, capsys):
-    save_file(DiT_models["DiT-S/8"](learn_sigma=True, init="xavier").state_dict(), tmp_path / "dit.safetensors")
-    for options, heads in ((["diffusion_name=dit"], 6), (["num_heads=8", "diffusion_name=dit"], 8)):
-        with pytest.raises(SystemExit):  # Stable Diffusion's autoencoder is not here
-            sample(tmp_path / "dit.safetensors", None, "seeds=0", "autoencoder=nowhere", *options)
-        assert f"1000 steps), {heads} heads, decoded by nowhere" in capsys.readouterr().out
-    assert load_trained(tmp_path / "dit.safetensors", diffusion="dit", num_heads=8).net.blocks[0].attn.num_heads == 8
-
-
 def test_stray_names_among_checkpoints_are_kept(run, tmp_path):
     copy = shutil.copytree(run, tmp_path / "copy")
     shutil.copytree(copy / "checkpoints/step-00000001", copy / "checkpoints/step-00000010-best")
@@ -395,15 +384,3 @@ def test_a_weak_network_of_other_classes_or_latents_is_refused_where_it_has_a_la
     with pytest.raises(SystemExit, match=message) if message else nullcontext():
         sample(strong, tmp_path / "x.npz", "seeds=0", f"weak={weak}", "scale=1.5", "gamma1=0", "gamma2=0",
               f"drop_label={str(drop_label).lower()}")
-
-
-def test_the_diffusion_of_a_weak_file_without_a_record_is_typed_and_not_taken_from_the_checkpoint(tmp_path):
-    strong, weak = (write_run(tmp_path / name, NETWORK, step) for name, step in (("strong", 1), ("weak", 2)))
-    torch.save({"ema": load_file(weak / "checkpoints/step-00000002/ema.safetensors")}, tmp_path / "weak.pt")
-    guided = ["seeds=0-3", "guidance=autoguidance", "num_heads=2"]
-    with pytest.raises(SystemExit, match="weak.pt has no record.*set diffusion_name="):
-        sample(strong, tmp_path / "x.npz", f"weak={tmp_path / 'weak.pt'}", *guided)
-    sample(strong, tmp_path / "file.npz", f"weak={tmp_path / 'weak.pt'}", *guided, "diffusion_name=edm")
-    sample(strong, tmp_path / "run.npz", f"weak={weak}", *guided[:2])
-    with np.load(tmp_path / "file.npz") as one, np.load(tmp_path / "run.npz") as other:
-        assert np.array_equal(one["arr_0"], other["arr_0"])

@@ -17,17 +17,18 @@ from runtime.schema import read
 from sampling.checks import sampler_settings
 from scoring.image_sets import sampled_images
 from scoring.results import print_scores
+from scripts import import_weights
 from weights.records import build_diffusion, build_network
 
 GAUGES = sorted(path.stem for path in (ROOT / "configs" / "gauge").glob("*.yaml") if path.stem != "none")
-# How the authors' own commands and code sample: whose, solver, steps, scale, channels, interval (t, noise at 1).
+# How the authors' own commands and code sample: format, solver, steps, scale, channels, interval (t, noise at 1).
 PUBLISHED_COMMANDS = {
     "dit_xl2": ("dit", "ancestral", 250, 1.5, 3, None),
     "dit_xl2_unguided": ("dit", "ancestral", 250, None, None, None),
     "sit_xl2_sde": ("sit", "euler_maruyama", 250, 1.5, 3, None),
     "sit_xl2_ode": ("sit", "heun", 125, 1.5, 3, None),  # theirs: dopri5
     "repa_xl2": ("repa", "euler_maruyama", 250, 1.8, None, [0.0, 0.7]),
-    "lightningdit_xl1": ("lightning", "euler", 249, 6.7, 3, [0.0, 0.875]),
+    "lightningdit_xl1": ("lightningdit", "euler", 249, 6.7, 3, [0.0, 0.875]),
 }
 FLOPS = 120e12  # a second of an H100 in TF32: 30 % of a large product's, assumed
 
@@ -55,8 +56,8 @@ def test_the_hours_at_the_head_of_a_gauge_are_computed(gauge):
     assert f"# {hours} hours of one H100 [derived: FLOPs at 120 TFLOP/s]" in text, hours
 
 
-def small_weights(gauge, path):
-    """A file with the keys of the published one and random numbers, its form as published."""
+def small_weights(gauge, path, autoencoder):
+    """Imports a file with the keys of the published one and random numbers, its form as published."""
     block = "lightning" if "lightning" in gauge else "dit"
     torch.manual_seed(0)
     net = build_network(dict(input_size=8, patch_size=2, in_channels=4, hidden_size=32, depth=2, num_heads=2,
@@ -68,7 +69,10 @@ def small_weights(gauge, path):
     if "repa" in gauge:
         state |= {f"projectors.0.{i}.weight": torch.zeros(4, 4) for i in (0, 2, 4)}
     torch.save({"ema": state} if "lightning" in gauge or "repa" in gauge else state, path)
-    return path
+    form = PUBLISHED_COMMANDS[gauge][0]
+    import_weights.main(f"source={path}", f"format={form}", f"out={path.with_name(form)}", "num_heads=2",
+                        f"autoencoder={autoencoder}")
+    return path.with_name(form)
 
 
 @pytest.fixture(scope="module")
@@ -86,8 +90,8 @@ def test_a_gauge_samples_weights_of_the_published_keys_as_their_authors_do(gauge
     assert {*cfg.expected} == {"fid", "sfid", "inception_score", "precision", "recall"} and cfg.num_samples is None
     options = [f"gauge={gauge}", f"reference={place}/images.npz", "cpu=true", f"results={results}", "features=pixels"]
     if gauge in PUBLISHED_COMMANDS:
-        options += [f"checkpoint={small_weights(gauge, tmp_path / 'weights.pt')}", f"autoencoder={place}/vae",
-                    "num_heads=2", "num_samples=4", "num_steps=5"]
+        options += [f"checkpoint={small_weights(gauge, tmp_path / 'weights.pt', place / 'vae')}",
+                    f"autoencoder={place}/vae", "num_samples=4", "num_steps=5"]
     else:  # published images need no network
         options += [f"images={place}/images.npz"]
     run_command(fid.main, "fid.py", *options)
@@ -95,7 +99,7 @@ def test_a_gauge_samples_weights_of_the_published_keys_as_their_authors_do(gauge
     source = json.loads(results.read_text())["source"]
     guidance = source.get("guidance") or {}
     if gauge in PUBLISHED_COMMANDS:
-        assert PUBLISHED_COMMANDS[gauge] == (source["family"], source["sampler"]["solver"], cfg.num_steps,
+        assert PUBLISHED_COMMANDS[gauge] == (source["imported"]["format"], source["sampler"]["solver"], cfg.num_steps,
                                              *(guidance.get(key) for key in ("scale", "channels", "interval")))
         assert source["precision"] == source["decode_precision"] == "fp32"
 
