@@ -1,0 +1,186 @@
+"""Latents of imported weights equal those of the original equations, written out without our networks and samplers.
+
+A file is written as its own trainer saves it, with random weights, imported, and sampled by sample.py.
+"""
+
+import argparse
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import run_command
+from test_foreign import imported
+from test_published_parity import TINY, fill
+from torch import Tensor
+
+import sample
+from dit import DiT
+from sampling.generate import SeededNoise
+
+SEEDS, CLASSES = [0, 1, 2], 10
+
+
+def network(state: dict[str, Tensor], x: Tensor, t: Tensor, y: Tensor, heads: int = 4) -> Tensor:
+    """The forward pass of facebookresearch/DiT's network, which SiT and REPA share, on the tensors of its file."""
+    def linear(name: str, z: Tensor) -> Tensor:
+        return F.linear(z, state[f"{name}.weight"], state[f"{name}.bias"])
+
+    def norm(z: Tensor) -> Tensor:
+        return F.layer_norm(z, z.shape[-1:], eps=1e-6)
+
+    tokens = F.conv2d(x, state["x_embedder.proj.weight"], state["x_embedder.proj.bias"], stride=2)
+    side, z = tokens.shape[-1], tokens.flatten(2).transpose(1, 2) + state["pos_embed"]
+    angles = t[:, None] * torch.exp(-math.log(10000) * torch.arange(128) / 128)
+    c = linear("t_embedder.mlp.2", F.silu(linear("t_embedder.mlp.0", torch.cat([angles.cos(), angles.sin()], 1))))
+    c = F.silu(c + state["y_embedder.embedding_table.weight"][y])
+    for i in range(TINY["depth"]):
+        block = f"blocks.{i}."
+        shift1, scale1, gate1, shift2, scale2, gate2 = linear(f"{block}adaLN_modulation.1", c)[:, None].chunk(6, 2)
+        q, k, v = linear(f"{block}attn.qkv", norm(z) * (1 + scale1) + shift1).unflatten(
+            2, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+        if f"{block}attn.q_norm.weight" in state:
+            q, k = (F.layer_norm(part, part.shape[-1:], state[f"{block}attn.{name}_norm.weight"],
+                                 state[f"{block}attn.{name}_norm.bias"]) for name, part in (("q", q), ("k", k)))
+        attention = (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])).softmax(-1) @ v
+        z = z + gate1 * linear(f"{block}attn.proj", attention.transpose(1, 2).flatten(2))
+        hidden = F.gelu(linear(f"{block}mlp.fc1", norm(z) * (1 + scale2) + shift2), approximate="tanh")
+        z = z + gate2 * linear(f"{block}mlp.fc2", hidden)
+    shift, scale = linear("final_layer.adaLN_modulation.1", c)[:, None].chunk(2, 2)
+    patches = linear("final_layer.linear", norm(z) * (1 + scale) + shift).unflatten(1, (side, side)).unflatten(
+        3, (2, 2, -1))
+    return torch.einsum("nhwpqc->nchpwq", patches).flatten(4).flatten(2, 3)
+
+
+def weights(file, seed: int, learn_sigma: bool, train_args: dict, scale: float = 1.0, **changes) -> dict[str, Tensor]:
+    """Saves random weights with their average, as DiT's, SiT's and REPA's train.py do; returns the average."""
+    net = DiT(**TINY, learn_sigma=learn_sigma, **changes)
+    torch.manual_seed(seed)
+    state = {key: value if key == "pos_embed" else torch.randn(value.shape) * scale
+             / math.sqrt(value[0].numel() if value.ndim > 1 else 20) + ("norm.weight" in key)
+             for key, value in fill(net).state_dict().items()}
+    raw = {key: torch.zeros_like(value) for key, value in state.items()}
+    torch.save({"model": raw, "ema": state, "opt": {}, "args": argparse.Namespace(num_classes=CLASSES, **train_args)},
+               file)
+    return state
+
+
+def guided(model, x: Tensor, t: float, y: Tensor, scale: float | None, channels: int = 4) -> Tensor:
+    """DiT's forward_with_cfg: of the first channels, the unconditional one plus scale times the difference."""
+    conditional = model(x, torch.full((len(x),), t), y)
+    if scale is None:
+        return conditional
+    null = model(x, torch.full((len(x),), t), torch.full_like(y, CLASSES))
+    mixed = null[:, :channels] + scale * (conditional[:, :channels] - null[:, :channels])
+    return torch.cat([mixed, conditional[:, channels:]], 1)
+
+
+def ddpm(model, noise: SeededNoise, x: Tensor, y: Tensor, num_steps: int, scale: float) -> Tensor:
+    """DiT's sample.py: p_sample_loop over evenly spaced steps of the linear schedule, with a learned variance."""
+    abar_all = np.cumprod(1 - np.linspace(1e-4, 0.02, 1000))
+    steps = [round(999 / (num_steps - 1) * i) for i in range(num_steps)]
+    abar = abar_all[steps]
+    before = np.append(1.0, abar[:-1])
+    betas = 1 - abar / before
+    x = x.double()
+    for i in reversed(range(num_steps)):
+        out = guided(model, x.float(), float(steps[i]), y, scale, channels=3).double()
+        eps, share = out[:, :4], (out[:, 4:] + 1) / 2
+        posterior = betas * (1 - before) / (1 - abar)
+        low = math.log(posterior[i] if i else posterior[1])
+        x_0 = x / math.sqrt(abar[i]) - math.sqrt(1 / abar[i] - 1) * eps
+        x = (betas[i] * math.sqrt(before[i]) / (1 - abar[i]) * x_0
+             + (1 - before[i]) * math.sqrt(1 - betas[i]) / (1 - abar[i]) * x)
+        if i:
+            x = x + ((share * math.log(betas[i]) + (1 - share) * low) / 2).exp() * noise.randn_like(x)
+    return x
+
+
+def ode(velocity, x: Tensor, times: np.ndarray, heun: bool = False) -> Tensor:
+    """Euler's or Heun's method between times; Heun's last step is Euler's, as in REPA."""
+    x = x.double()
+    for i, (t, after) in enumerate(zip(times[:-1], times[1:], strict=True)):
+        slope = velocity(x.float(), float(t)).double()
+        if heun and i < len(times) - 2:
+            slope = (slope + velocity((x + (after - t) * slope).float(), float(after)).double()) / 2
+        x = x + (after - t) * slope
+    return x
+
+
+def latents(folder, out, *options) -> Tensor:
+    run_command(sample.main, "sample.py", f"checkpoint={folder}", "latents=true", f"out={out}", "cpu=true",
+                f"seeds={SEEDS[0]}-{SEEDS[-1]}", *options)
+    with np.load(out) as arrays:
+        return torch.from_numpy(arrays["latents"]).double()
+
+
+def begin() -> tuple[SeededNoise, Tensor, Tensor]:
+    noise = SeededNoise(SEEDS, "cpu")
+    return noise, noise.randn((4, 8, 8)), torch.tensor(SEEDS) % CLASSES
+
+
+def assert_same(ours: Tensor, theirs: Tensor) -> None:
+    assert theirs.isfinite().all() and theirs.std() > 0.1
+    torch.testing.assert_close(ours / theirs.std(), theirs / theirs.std(), rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("num_steps", [10, 250])
+@torch.no_grad()
+def test_dit_by_ddpm_guided_on_three_channels(num_steps, tmp_path):
+    state = weights(tmp_path / "x.pt", 1, True, {"model": "DiT-XL/2", "vae": "mse"}, scale=0.5)
+    trained = imported(tmp_path / "x.pt", "dit", autoencoder=None)
+    assert trained.autoencoder == "sd_vae_mse"
+    noise, x, y = begin()
+    theirs = ddpm(lambda *call: network(state, *call), noise, x, y, num_steps, 1.5)
+    ours = latents(trained.checkpoint.folder, tmp_path / "x.npz", f"num_steps={num_steps}", "sampler.solver=ancestral",
+                   "guidance=cfg", "scale=1.5", "channels=3")
+    assert_same(ours, theirs)
+
+
+SIT_ARGS = {"model": "SiT-XL/2", "path_type": "Linear", "prediction": "velocity"}
+REPA_ARGS = {"model": "SiT-XL/2", "path_type": "linear", "prediction": "v"}
+
+
+@pytest.mark.parametrize("learn_sigma", [True, False])
+@torch.no_grad()
+def test_sit_by_its_ode_with_its_second_half_and_without(learn_sigma, tmp_path):
+    state = weights(tmp_path / "x.pt", 2, learn_sigma, SIT_ARGS)
+    _, x, y = begin()
+    theirs = ode(lambda z, t: guided(lambda *call: network(state, *call)[:, :4], z, t, y, 1.5, channels=3), x,
+                 np.linspace(0, 1, 11))  # data at t = 1
+    folder = imported(tmp_path / "x.pt", "sit").checkpoint.folder
+    ours = latents(folder, tmp_path / "x.npz", "num_steps=10", "guidance=cfg", "scale=1.5", "channels=3")
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("heun", [True, False])
+@pytest.mark.parametrize("qk_norm", [True, False])
+@torch.no_grad()
+def test_repa_by_its_ode_in_an_interval(heun, qk_norm, tmp_path):
+    state = weights(tmp_path / "x.pt", 3, False, REPA_ARGS | {"qk_norm": qk_norm}, qk_norm=qk_norm)
+    _, x, y = begin()
+    theirs = ode(lambda z, t: guided(lambda *call: network(state, *call), z, t, y, 1.8 if t <= 0.7 else None), x,
+                 np.linspace(1, 0, 11), heun)  # noise at t = 1
+    folder = imported(tmp_path / "x.pt", "repa").checkpoint.folder
+    ours = latents(folder, tmp_path / "x.npz", "num_steps=10", f"sampler.solver={'heun' if heun else 'euler'}",
+                   "guidance=cfg", "scale=1.8", "interval=[0,0.7]")
+    assert_same(ours, theirs)
+
+
+@torch.no_grad()
+def test_autoguidance_of_a_sit_by_a_repa(tmp_path):
+    strong = weights(tmp_path / "sit.pt", 4, True, SIT_ARGS)
+    weak = weights(tmp_path / "repa.pt", 5, False, REPA_ARGS)
+    _, x, y = begin()
+
+    def velocity(z: Tensor, t: float) -> Tensor:  # eps - x, with noise at t = 1
+        one, other = (torch.full((len(z),), time) for time in (1 - t, t))
+        v, w = -network(strong, z, one, y)[:, :4], network(weak, z, other, y)
+        return w + 2.0 * (v - w)
+
+    theirs = ode(velocity, x, np.linspace(1, 0, 11))
+    folders = [imported(tmp_path / f"{form}.pt", form).checkpoint.folder for form in ("sit", "repa")]
+    ours = latents(folders[0], tmp_path / "x.npz", "num_steps=10", "guidance=autoguidance", f"weak={folders[1]}",
+                   "scale=2")
+    assert_same(ours, theirs)
