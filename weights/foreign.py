@@ -23,11 +23,11 @@ from weights.records import DIFFUSIONS, fit
 
 COMMAND = "python scripts/import_weights.py"
 # Settings with which a network means something else, and the values with which it means what ours computes.
-NORMS = {"norm_eps": ("1e-06",), "activation_fn": ("gelu-approximate",), "wo_shift": ("false",)}
-NOISE = {"noise_schedule": ("linear",), "beta_schedule": ("linear",), "beta_start": ("0.0001",), "beta_end": ("0.02",),
-         "diffusion_steps": ("1000",), "num_train_timesteps": ("1000",), "predict_xstart": ("false",),
-         "predict_v": ("false",), "prediction_type": ("epsilon",), "rescale_betas_zero_snr": ("false",)}
-PATH = {"path_type": ("linear",), "prediction": ("velocity",)}
+NORMS = {"norm_eps": [1e-6], "activation_fn": ["gelu-approximate"], "wo_shift": [False]}
+NOISE = {"noise_schedule": ["linear"], "beta_schedule": ["linear"], "beta_start": [1e-4], "beta_end": [0.02],
+         "diffusion_steps": [1000], "num_train_timesteps": [1000], "predict_xstart": [False], "predict_v": [False],
+         "prediction_type": ["epsilon"], "rescale_betas_zero_snr": [False]}
+PATH = {"path_type": ["linear"], "prediction": ["velocity"]}
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Format:
 
     meaning: str                                    # shown to the user
     diffusion: dict | None                          # ours that fits it; None: it is typed
-    settings: Mapping[str, tuple[str, ...]]         # those that may stand in a file, with the values that are read
+    settings: Mapping[str, list]                    # those that may stand in a file, with the values that are read
     pair: tuple[str, str] | None = ("ema", "model")  # keys of the average and the raw weights in its train.py's files
     blocks: tuple[str, ...] = ("dit",)
     outputs: tuple[int, ...] = (1,)                 # output channels for each channel of the latents
@@ -50,14 +50,14 @@ FORMATS = {
     "sit": Format("willisma/SiT: a velocity with data at t = 1", {"name": "rf"}, NORMS | PATH, outputs=(1, 2),
                   backwards=True),
     "repa": Format("sihyun-yu/REPA and REPA-E: a velocity with noise at t = 1", {"name": "rf"},
-                   NORMS | PATH | {"prediction": ("v",)}),
+                   NORMS | PATH | {"prediction": ["v"]}),
     "lightningdit": Format("hustvl/LightningDiT: a velocity with data at t = 1", {"name": "rf"}, NORMS | PATH,
                            blocks=("lightning", "dit"), outputs=(1, 2), backwards=True, autoencoder=None),
-    "tread": Format("CompVis/tread: EDM", {"name": "edm", "sigma_data": 0.5}, NORMS | {"sigma_data": ("0.5",)},
+    "tread": Format("CompVis/tread: EDM", {"name": "edm", "sigma_data": 0.5}, NORMS | {"sigma_data": [0.5]},
                     pair=("ema_state_dict", "model_state_dict")),
     # One of diffusers' three norms has 1e-5, also with DiT's weights, which were trained with 1e-6.
     "diffusers": Format("DiT's weights in diffusers' DiTTransformer2DModel: noise at 1000 steps", {"name": "ddpm"},
-                        NORMS | NOISE | {"norm_eps": ("1e-05", "1e-06"), "norm_type": ("ada_norm_zero",)},
+                        NORMS | NOISE | {"norm_eps": [1e-5, 1e-6], "norm_type": ["ada_norm_zero"]},
                         pair=None, outputs=(1, 2)),
     "ours": Format("weights of this project that lost their meta.json", None, {}, pair=None, blocks=(*BLOCKS,),
                    outputs=(1, 2), autoencoder=None),
@@ -123,24 +123,23 @@ def choose(networks: Mapping[str, dict], content: Mapping, pair: tuple[str, str]
 
     Raises ValueError where that is none, or one of several.
     """
-    choices = [name for name in networks if name]
-    keys = [name.partition(".")[0] for name in networks]
+    choices = " or ".join(f"weights={name}" for name in networks if name)
     if weights is not None:
         chosen = [name for name in networks if f"{name}.".startswith(f"{weights}.")]
         if len(chosen) != 1:
-            raise ValueError(f"it has no weights={weights}: " + (
-                f"set weights={' or weights='.join(choices)}" if choices else "leave weights= out"))
+            raise ValueError(f"it has no weights={weights}: {f'set {choices}' if choices else 'leave weights= out'}")
         return chosen[0]
-    name = [*networks][keys.index(pair[0])] if pair and sorted(keys) == sorted(pair) else [*networks][0]
-    is_pair = len(networks) == 2 and pair and sorted(keys) == sorted(pair)
-    odd = [key for key in ("ema", "ema_state_dict") if content.get(key) and key not in keys]
-    why = ("several networks" if len(networks) > 1 and not is_pair else f"an average {odd[0]} that is no state dict"
-           if odd else "LitEma's average model_ema, whose names lack their dots" if any(
-               key.startswith("model_ema.") for key in networks[name]) else None)
-    if why:
-        raise Missing("weights", f"<{' or '.join(choices)}>", name, f"it holds {why}: set "
-                      f"weights={' or weights='.join(choices)}, or save one network by itself where it was made")
-    return name
+    by_key = {name.partition(".")[0]: name for name in networks}
+    if len(networks) == 2 and pair and by_key.keys() == {*pair}:
+        return by_key[pair[0]]
+    first = next(iter(networks))
+    odd = [key for key in ("ema", "ema_state_dict") if content.get(key) and key not in by_key]
+    if len(networks) > 1 or odd or any(key.startswith("model_ema.") for key in networks[first]):
+        what = "several networks" if len(networks) > 1 else f"an average {odd[0]} that is no state dict" if odd else (
+            "LitEma's average model_ema, whose names lack their dots")
+        raise Missing("weights", f"<{choices.replace('weights=', '')}>", first, f"it holds {what}: set {choices}, or "
+                      f"save one network by itself where it was made")
+    return first
 
 
 # ---- settings in a file ---------------------------------------------------------------------------------------------
@@ -160,22 +159,14 @@ def settings_in(content: object) -> Iterator[tuple[str, object]]:
                         if isinstance(value, Mapping | argparse.Namespace | list | tuple)]
 
 
-def spelled(value: object) -> str:
-    """Spells a setting's value in one way: numbers as Python does, and text in lower case."""
-    try:
-        return str(value).lower() if isinstance(value, bool) else repr(float(value)).removesuffix(".0")
-    except (TypeError, ValueError):
-        return str(value).lower()
-
-
 def check_settings(found: Mapping[str, list], form: Format) -> None:
     """Raises ValueError for a setting with which a network means something else than in this format."""
     for name in sorted(found.keys() & READ_SETTINGS):
-        allowed = form.settings.get(name, ())
-        if odd := [value for value in found[name] if value is not None and spelled(value) not in allowed]:
-            ours = f"has {allowed[0]}" if allowed else "has none"
-            raise ValueError(f"it says {name}={odd[0]}, and this format {ours}: set the format= that it was trained "
-                             f"in, or if this is not the network's, save its state dict by itself")
+        allowed = form.settings.get(name, [])
+        if odd := [value for value in found[name] if value is not None
+                   and (value.lower() if isinstance(value, str) else value) not in allowed]:
+            raise ValueError(f"it says {name}={odd[0]}, and this format has {allowed[0] if allowed else 'none'}: set "
+                             f"another format=, or if that is not the network's, save its state dict by itself")
 
 
 # ---- diffusers ------------------------------------------------------------------------------------------------------
@@ -288,12 +279,6 @@ def reverse_time(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return state
 
 
-def without_second_half(state: Mapping[str, Tensor], channels: int) -> dict[str, Tensor]:
-    """Drops the second half of a last layer's 2C channels, which SiT computes and ignores."""
-    return {**state, **{key: state[key].unflatten(0, (-1, 2 * channels))[:, :channels].flatten(0, 1)
-                        for key in ("final_layer.linear.weight", "final_layer.linear.bias")}}
-
-
 # ---- importing ------------------------------------------------------------------------------------------------------
 
 
@@ -314,10 +299,13 @@ class Foreign:
     def rewritten(self) -> tuple[dict[str, Tensor], dict]:
         """Returns weights in float32 and keywords of an ordinary network of ours that predicts the same."""
         state, network = {key: value.float() for key, value in self.state.items()}, self.network
-        state = reverse_time(state) if self.form.backwards else state
-        if self.form.backwards and network["learn_sigma"]:
-            state, network = without_second_half(state, network["in_channels"]), network | {"learn_sigma": False}
-        return {key: value.contiguous() for key, value in state.items()}, network
+        if self.form.backwards:
+            state, network = reverse_time(state), network | {"learn_sigma": False}
+            for key in ("final_layer.linear.weight", "final_layer.linear.bias"):  # SiT ignores the second of two halves
+                outputs = self.network["in_channels"] * (1 + self.network["learn_sigma"])
+                kept = state[key].unflatten(0, (-1, outputs))[:, : network["in_channels"]]
+                state[key] = kept.flatten(0, 1).contiguous()
+        return state, network
 
 
 def read(
@@ -342,6 +330,8 @@ def read(
         raise ValueError("its tensors have other names than this format's")
 
     state, typed = our_names(state), {"num_heads": num_heads, "input_size": input_size}
+    if "feat_rope.freqs_cos" in state:  # of LightningDiT's heads
+        sizes["num_heads"] = len(state["x_embedder.proj.weight"]) // state["feat_rope.freqs_cos"].shape[-1]
     sizes |= {key: value for key, value in typed.items() if value is not None}
     if "pos_embed" not in state:
         width, channels, _, patch = state["x_embedder.proj.weight"].shape
@@ -405,19 +395,17 @@ def choices(file: Path, content: object) -> list[str]:
     """Lists the formats that a file fits, each with the settings to type and what it would mean."""
     fitting = []
     for name, form in FORMATS.items():
-        typed, words = {}, [f"format={name}"]
-        while True:
+        typed, words, found = {}, [f"format={name}"], None
+        while found is None:
             try:
                 found = read(file, content, name, **typed)
             except Missing as error:
                 typed[error.setting] = error.value
                 words.append(f"{error.setting}={error.shown}")
-                continue
             except ValueError:
                 break
-            if found.network["block"] == form.blocks[0] or name == "ours":  # its own blocks
-                fitting.append(f"{' '.join(words)} ({form.meaning})")
-            break
+        if found and (name == "ours" or found.network["block"] == form.blocks[0]):  # its own blocks
+            fitting.append(f"{' '.join(words)} ({form.meaning})")
     return fitting
 
 
@@ -426,8 +414,8 @@ def how_to_import(source: Path) -> str:
     out = Path("weights", re.sub(r"[^\w.-]+", "-", source.resolve().stem).lower())
     try:
         file = find_file(source)
-        content = read_tensors(file)
         with as_recorded(file):
+            content = read_tensors(file)
             if not (fitting := choices(file, content)):
                 read(file, content, "sit")
                 raise ValueError("its tensors are those of no format that can be imported")

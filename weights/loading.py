@@ -120,8 +120,9 @@ def latest_checkpoint(run: Path, names: tuple[str, ...] | None = None) -> tuple[
 
 # ---- the Hugging Face Hub -------------------------------------------------------------------------------------------
 
-ADDRESS = re.compile(r"(https?://(?:www\.)?(?:huggingface\.co|hf\.co)/|hf://)?(\w[\w.-]*/\w[\w.-]*)(?:@([\w.-]+))?"
-                     r"(?:/(?:tree|blob|resolve|raw)/([\w.-]+))?(?:/([^?#]+?))?/?(?:[?#].*)?")
+# An address or name of a repository: what is before user/name, that, a revision, a branch, and the place inside it.
+ADDRESS = re.compile(r"(?:(https?://(?:huggingface\.co|hf\.co)/|hf://)?(\w[\w.-]*/\w[\w.-]*)(?:@([\w.-]+))?"
+                     r"(?:/(?:tree|blob|resolve)/([\w.-]+))?(?:/([^?#]+?))?/?(?:[?#].*)?)?")
 
 
 def is_hub_name(path: str) -> bool:
@@ -149,28 +150,22 @@ def download(repo: str, name: str) -> Path:
 
 
 def nothing_at(path: str) -> str:
-    """Writes what to type for a path that is not here: an address, a revision or a folder of a repository, or a typo.
-    """
+    """Writes what to type for a path that is not here: an address, a revision or folder of a repository, or a typo."""
     plain = (f"There is no run and no checkpoint folder at {path}. Training keeps the newest checkpoint.keep_last and "
              f"those of checkpoint.keep_every. Name runs/<name> or runs/<name>/checkpoints/step-….")
-    if (found := ADDRESS.fullmatch(path)) is None:
+    prefix, repo, tag, branch, inside = (ADDRESS.fullmatch(path) or ADDRESS.fullmatch("")).groups()
+    if not repo or not prefix and (path.endswith(SUFFIXES) or inside and Path(path).parent.exists()):
         return plain if "://" not in path else (
-            f"{path} is an address: download its file with `curl -LO`, and import that with `{COMMAND} source=<file> "
-            f"out=weights/<name>`.")
-    prefix, repo, tag, branch, inside = found.groups()
-    name, revision = repo.partition("/")[2], tag or branch
-    if not prefix and (path.endswith(SUFFIXES) or inside and Path(path).parent.exists()):
-        return plain
-    if prefix and not inside and revision in (None, "main"):
-        return f"{path} is an address: name {repo} instead."
-    options = f" --revision {revision}" if revision not in (None, "main") else ""
-    if inside and inside.endswith(SUFFIXES):
-        return (f"{path} is a file on the Hub: run `hf download {repo} {inside}{options} --local-dir {name}`, then "
-                f"`{COMMAND} source={name}/{inside} out=weights/{name}`, which lists the formats.")
-    options += f" --include '{inside}/*'" if inside else ""
+            f"{path} is an address: download the file with curl -LO, then `{COMMAND} source=<file> out=weights/x`.")
     what = f"{path} is an address:" if prefix else f"{plain} If {repo} is on the Hugging Face Hub,"
-    return (f"{what} run `hf download {repo}{options} --local-dir {name}`, and "
-            f"name {'/'.join(filter(None, [name, inside]))}.")
+    folder, revision = repo.partition("/")[2], {None: "", "main": ""}.get(tag or branch, f" --revision {tag or branch}")
+    if not inside and not revision and prefix:
+        return f"{what} name {repo} instead."
+    is_file = inside and inside.endswith(SUFFIXES)
+    part = f" {inside}" if is_file else f" --include '{inside}/*'" if inside else ""
+    then = f"`{COMMAND} source={folder}/{inside} out=weights/{folder}`" if is_file else (
+        f"name {'/'.join(filter(None, [folder, inside]))}")
+    return f"{what} run `hf download {repo}{part}{revision} --local-dir {folder}`, then {then}."
 
 
 # ---- loading weights ------------------------------------------------------------------------------------------------
