@@ -260,8 +260,7 @@ def infer_architecture(
     num_heads = num_heads or heads.get((hidden_size, depth))
     if num_heads is None:
         raise ValueError(f"A DiT of width {hidden_size} and depth {depth} is none of the published sizes, so its "
-                         f"number of heads cannot be inferred: set num_heads=, or load it from its run or checkpoint "
-                         f"folder.")
+                         f"number of heads cannot be inferred: set num_heads=.")
     return dict(
         input_size=math.isqrt(num_tokens) * patch_size, patch_size=patch_size, in_channels=in_channels,
         hidden_size=hidden_size, depth=depth, num_heads=num_heads, mlp_ratio=mlp_ratio,

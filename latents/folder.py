@@ -70,7 +70,7 @@ class Latents:
 
     `shape` is (C, h, w) of one latent. If `kind` is "moments", stored rows have 2C channels [mean, std].
     `fingerprint` identifies the content independently of its path, so a moved folder is still the same data set. It
-    covers the hashes in metadata.json, all labels, and a few hundred latents, which are all that an old folder has.
+    covers the hashes in metadata.json, all labels, and a few hundred latents, for a folder without hashes.
     `display_names` are class names for people; by default they equal `class_names`.
     `classes` lists the labels that occur, in order. There may be fewer of them than `num_classes`.
     """
@@ -223,7 +223,7 @@ class Shard(Record):
     labels: str
     mirrored: str | None = None
     count: NonNegativeInt
-    sha256: dict[str, Text] = {}  # by file name; absent in older folders
+    sha256: dict[str, Text] = {}  # by file name; {} if another tool wrote the folder without them
 
 
 class ArrayRecord(Record):

@@ -47,7 +47,6 @@ def is_finished(out: Path, settings: dict, is_main: bool = True) -> bool:
     of_files = {"fingerprint": "the names, labels, sizes or times of the source's files differ",
                 "weights": "the sizes or times of the autoencoder's or the teacher's files differ",
                 "statistics": "the size or time of the autoencoder's latents_stats.pt differs"}
-    before.setdefault("statistics", settings.get("statistics"))     # which older folders do not record
     changed = [of_files.get(key, f"{key} was {before.get(key)} and is now {value}")
                for key, value in settings.items() if before.get(key) != value]
     if changed:
@@ -189,7 +188,7 @@ def finish(
         raise ValueError(f"source={metadata['source']} has no readable image; {': '.join(reasons[0])}.")
     names = ["latents", "labels"] + ["mirrored"] * metadata["mirrored"]
     shards = [{name: f"{name}-{shard:05d}.npy" for name in names}
-              | {"count": record["count"], "sha256": record.get("sha256", {})}  # a preparation may be older than hashes
+              | {"count": record["count"], "sha256": record["sha256"]}
               for shard, record in enumerate(records) if record["count"]]
     metadata = {"format": 1, "count": count, "dtype": "float16"} | metadata
     listed = [name for name, _ in reasons[:MOST_NAMES]]

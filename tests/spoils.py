@@ -43,7 +43,7 @@ def record(**changes) -> Change:
 
 
 def without_hashes(path: Path) -> None:
-    """Removes the hashes of a latent folder's files, as in one that was written before there were any."""
+    """Removes the hashes of a latent folder's files, as in one that another tool wrote without them."""
     shards = json.loads((path / "metadata.json").read_text())["shards"]
     change_record(path, shards=[{key: value for key, value in shard.items() if key != "sha256"} for shard in shards])
 

@@ -225,14 +225,15 @@ def test_weights_of_other_classes_or_latents_are_named(seven, shapes, tmp_path):
     ({"steps": 3}, {"steps": 6}, []),
     ({"steps": 3, "optimizer": {"schedule": "cosine"}}, {"steps": 6, "optimizer": {"schedule": "cosine"}},
      ["steps was 3 and is now 6"]),
-    ({}, {"optimizer": {"matrix_lr": 0.1}}, []),  # a key that an older record lacks
+    ({}, {"optimizer": {"matrix_lr": 0.1}}, []),  # a setting that the record lacks
     ({"optimizer": {"betas": [0.5, 0.6]}, "samples": {"num_steps": 1}, "name": "a"},
      {"optimizer": {"betas": [0.5, 0.7]}, "samples": {"num_steps": 3}, "name": "b"},
      ["optimizer.betas was [0.5, 0.6] and is now [0.5, 0.7]"]),
 ])
 def test_a_changed_setting_is_named_if_it_tells_runs_apart(was, now, changed):
-    assert [*changed_settings({"world": 1, "config": was}, {"world": 1, "config": now}).values()] == changed
-    assert changed_settings({"world": 1}, {"world": 2, "config": now}) == {"world": "world was 1 and is now 2"}
+    before = {"world": 1, "config": was, "route_schedule": {}}
+    assert [*changed_settings(before, before | {"config": now}).values()] == changed
+    assert changed_settings(before, before | {"world": 2}) == {"world": "world was 1 and is now 2"}
 
 
 @pytest.mark.parametrize(("now", "words"), [
@@ -245,6 +246,7 @@ def test_a_changed_setting_is_named_if_it_tells_runs_apart(was, now, changed):
     ({"objective": {"name": "alignment"}}, "another objective"), ({"optimizer": "muon"}, "another optimizer"),
 ])
 def test_a_change_of_what_is_trained_is_refused(tmp_path, now, words):
-    record = {"network": {"depth": 3, "routes": []}, "diffusion": {"name": "rf"}, "data": {"fingerprint": "a"}}
+    record = {"network": {"depth": 3, "routes": []}, "diffusion": {"name": "rf"}, "data": {"fingerprint": "a"},
+              "objective": {}, "optimizer": "adamw", "init_from": None}
     with contextlib.nullcontext() if words is None else pytest.raises(ValueError, match=words):
         check_resumable(record, record | now, tmp_path)

@@ -132,6 +132,8 @@ def is_hub_name(path: str) -> bool:
 
 def download(repo: str, name: str) -> Path:
     """Returns the folder, in the Hub's cache, of a checkpoint that was uploaded there, with the file of this name."""
+    from huggingface_hub.errors import RepositoryNotFoundError
+
     folder = repo.partition("/")[2]
     try:
         return from_hub(repo, "meta.json", name, remedy=(
@@ -139,7 +141,7 @@ def download(repo: str, name: str) -> Path:
             f"folder here, and name it instead of {repo}."))
     except ValueError as error:
         status = getattr(getattr(error.__cause__, "response", None), "status_code", None)
-        if status in (401, 403):
+        if status in (401, 403) or isinstance(error.__cause__, RepositoryNotFoundError):
             raise ValueError(f"There is no {repo} here, and the Hub has none that you may read ({status}): check "
                              f"the name, run `hf auth login`, and accept the terms on its page.") from error
         if status == 404:

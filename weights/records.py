@@ -130,8 +130,8 @@ def fit(state: Mapping[str, Tensor], network: dict, whose: object) -> DiT:
     expected = net.state_dict()
     if odd := sorted(expected.keys() ^ state.keys()):
         more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
-        raise ValueError(f"{whose} {'lacks' if odd[0] in expected else 'has'} the tensor {odd[0]}{more}, unlike the "
-                         f"network that it describes")
+        raise ValueError(f"{whose} lacks the tensor {odd[0]}{more} of its network" if odd[0] in expected else
+                         f"{whose} has the tensor {odd[0]}{more}, which its network lacks")
     for key, value in state.items():
         if value.shape != expected[key].shape:
             raise ValueError(f"{whose} has {key} {tuple(value.shape)} instead of {tuple(expected[key].shape)}")
