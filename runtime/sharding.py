@@ -94,13 +94,18 @@ def total_norm(accelerator: Accelerator, tensors: Sequence[Tensor]) -> Tensor:
 
 
 @contextlib.contextmanager
-def gathering(tensors: Iterable[Tensor]) -> Iterator[Iterator[Tensor]]:
-    """Yields the tensors, gathering one at a time, so that only one is complete.
+def gathering(groups: Iterable[Mapping[str, Tensor]], keep: bool) -> Iterator[Iterator[dict[str, Tensor]]]:
+    """Yields an iterator over groups of named tensors, as complete copies on the CPU; only ranks that `keep` get them.
 
-    All ranks enter with the same tensors. A rank that leaves early, such as the main one on a full disk, still takes
-    part in gathering the rest, so that no rank waits for it. So do the others, which may leave at once.
+    So tied weights no longer share memory, which no file can hold. All ranks enter with the same groups. A rank that
+    leaves early, such as the main one on a full disk, still takes part in gathering the rest, so that no rank waits
+    for it. So do the others, which may leave at once.
     """
-    stream = map(gather_full, tensors)
+    def complete(tensor: Tensor) -> Tensor | None:
+        full = gather_full(tensor)
+        return full.to("cpu", copy=True) if keep else None
+
+    stream = ({name: complete(tensor) for name, tensor in group.items()} for group in groups)
     try:
         yield stream
     finally:

@@ -31,7 +31,7 @@ def test_a_run_that_is_killed_again_and_again_ends_bit_identical_to_one_that_was
     run, reached, halves = tmp_path / "undisturbed", [], 0
     all_changes = int(killed_at(0).printed.split()[-1])
     run = tmp_path / "run"
-    for share in (0.1, 0.3, 0.02, 0.3, 0.2):
+    for share in (0.1, 0.33, 0.02, 0.36, 0.27, 0.2):
         ended = killed_at(int(share * all_changes))
         assert ended.code == -signal.SIGKILL, ended.printed
         reached.append(len(checkpoints.all_steps(run)))

@@ -20,6 +20,7 @@ from objectives import own_state, trained_parameters
 from runtime import files, ranks, sharding
 from runtime.schema import (
     Count,
+    NonEmptyList,
     NonNegativeInt,
     NotNegative,
     Number,
@@ -65,7 +66,7 @@ class Meta(CheckpointRecord):
     parent: ParentRecord | None
     scaler: dict | None
     init_from: str | None
-    history: list[dict]
+    history: NonEmptyList[dict]
     lowest_loss: Number | None
     objective: dict
     optimizer: str
@@ -220,7 +221,7 @@ def restore(run: Run, folder: Path, content: dict) -> None:
     meta = read_record(Meta, folder / "meta.json", "It does not describe a checkpoint of a run; move it away.", content)
     run.record["parent"] = meta.parent and meta.parent.model_dump()
     now = run.record["history"][-1] | {"step": meta.step}  # a new entry only if one of these has changed
-    unchanged = meta.history and meta.history[-1] | {"step": meta.step} == now
+    unchanged = meta.history[-1] | {"step": meta.step} == now
     run.record["history"] = meta.history if unchanged else [*meta.history, now]
     with as_recorded(folder / "meta.json"):
         check_resumable(meta.model_dump(), run.record, run.folder)
@@ -252,14 +253,14 @@ def restore(run: Run, folder: Path, content: dict) -> None:
         state = own_state(run.objective)
         sharding.copy_into(state, {name: training.pop(name) for name in state})
         load_optimizer(trained_parameters(run.objective), run.optimizer, training)
-    if accelerator.scaler is not None and meta.scaler:
+    if accelerator.scaler is not None and meta.scaler is not None:
         accelerator.scaler.load_state_dict(meta.scaler)
 
 
 def stored_averages(meta: Meta, run: Run) -> dict[str, str]:
     """Returns the file of a checkpoint from which each average resumes; one of a new decay begins with the weights."""
     with as_recorded(run.folder / "checkpoints"):
-        was = {decay: name for name, decay in names_of(meta.config.get("ema", {}).get("decay", [None])).items()}
+        was = {decay: name for name, decay in names_of(meta.config["ema"]["decay"]).items()}
     now, sources = names_of(run.cfg.ema.decay), {}
     continues = "ema" in map(was.get, now.values())  # else the first average continues under its new decay
     for name, decay in now.items():
@@ -284,9 +285,9 @@ def save(run: Run) -> None:
             **run.record, "torch": torch.__version__}
     tensors = {**{name: net.state_dict() for name, net in run.averages.items()},
                "model": run.model.state_dict(), "training": training}
-    with sharding.gathering(checkpoints.tensors_in_order(tensors)) as values:
+    with sharding.gathering(tensors.values(), keep=accelerator.is_main_process) as complete:
         if accelerator.is_main_process:
-            checkpoints.save(checkpoints.step_folder(run.folder, run.step), tensors, meta, values)
+            checkpoints.save(checkpoints.step_folder(run.folder, run.step), tensors, meta, complete)
             checkpoints.prune(run.folder, run.step, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every)
 
 

@@ -5,29 +5,21 @@ A run keeps its checkpoints in `<run>/checkpoints/step-00001000/`. Each has `<na
 """
 
 import contextlib
-import hashlib
-import itertools
 import json
 import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import torch
-from safetensors.torch import load_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from runtime.files import atomic_write, inside, record_sha256, remove, sha256
 from runtime.schema import read_json
-
-# safetensors' names for the dtypes in a checkpoint. It sorts a file's tensors by dtype, in the reverse of this order.
-SAFETENSORS_NAMES = {
-    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.float16: "F16",
-    torch.bfloat16: "BF16", torch.int32: "I32", torch.float32: "F32", torch.float64: "F64", torch.int64: "I64"}
-CHUNK = 2**20  # bytes that are written and hashed while they are in the CPU's cache
 
 
 def step_folder(run: Path, step: int) -> Path:
@@ -61,91 +53,34 @@ def all_steps(run: Path) -> list[Path]:
     return sorted(filter(is_step, folders), key=step_of)
 
 
-class HashedFile:
-    """Writes a safetensors file as the library does, tensor by tensor, and hashes it at the same time."""
-
-    def __init__(self, path: Path, named: Mapping[str, Tensor]):
-        self.file, self.digest, self.size = open(path, "wb"), hashlib.sha256(), 0  # noqa: SIM115 (closed by `close`)
-        header, end = {}, 0
-        for name in sorted_names(named):
-            start, end = end, end + named[name].numel() * named[name].element_size()
-            header[name] = {"dtype": SAFETENSORS_NAMES[named[name].dtype], "shape": [*named[name].shape],
-                            "data_offsets": [start, end]}
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        text += b" " * (-len(text) % 8)
-        self.write(memoryview(len(text).to_bytes(8, "little") + text))
-
-    def write(self, data: memoryview) -> None:
-        for start in range(0, len(data), CHUNK):
-            part = data[start : start + CHUNK]
-            self.file.write(part)
-            self.digest.update(part)
-            self.size += len(part)
-
-    def close(self) -> dict:
-        """Flushes the complete file to disk, and returns its size and hash."""
-        with self.file:
-            self.file.flush()
-            os.fsync(self.file.fileno())
-        return {"bytes": self.size, "sha256": self.digest.hexdigest()}
-
-
-def sorted_names(named: Mapping[str, Tensor]) -> list[str]:
-    """Sorts the names of a file's tensors as safetensors does, so that each begins at a multiple of its type's size."""
-    types = [*SAFETENSORS_NAMES]
-    return sorted(named, key=lambda name: (-types.index(named[name].dtype), name))
-
-
-def write_order(tensors: Mapping[str, Mapping[str, Tensor]]) -> list[tuple[str, str]]:
-    """Lists (file, tensor) in the order of writing: at any time the same fraction of each file has been written."""
-    places = []
-    for file, named in tensors.items():
-        sizes = [named[name].numel() * named[name].element_size() for name in sorted_names(named)]
-        shares = itertools.accumulate(size / max(1, sum(sizes)) for size in sizes)
-        places += [(share, file, name) for share, name in zip(shares, sorted_names(named), strict=True)]
-    return [place[1:] for place in sorted(places, key=lambda place: place[0])]
-
-
-def tensors_in_order(tensors: Mapping[str, Mapping[str, Tensor]]) -> Iterator[Tensor]:
-    """Yields the tensors of a checkpoint's files in the order in which they are written."""
-    return (tensors[file][name] for file, name in write_order(tensors))
-
-
-def write_tensors(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], values: Iterator[Tensor]) -> dict:
-    """Writes `tensors[name]` to `folder/name.safetensors`, each in its own thread; returns each file's size and hash.
-
-    `values` are in the order of `tensors_in_order`. At most one tensor of each file waits in CPU memory to be written.
-    """
-    files = {name: HashedFile(folder / f"{name}.safetensors", named) for name, named in tensors.items()}
-    written = {}
-    with ThreadPoolExecutor(max(1, len(files))) as pool:
-        for (file, _), value in zip(write_order(tensors), values, strict=True):
-            data = memoryview(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-            if file in written:
-                written[file].result()
-            written[file] = pool.submit(files[file].write, data)
-        for each in written.values():
-            each.result()
-        closed = {f"{name}.safetensors": pool.submit(file.close) for name, file in files.items()}
-    return {name: record.result() for name, record in closed.items()}
+def write_tensors(folder: Path, files: Iterable[tuple[str, Mapping[str, Tensor]]]) -> dict:
+    """Writes each (name, tensors) to `folder/name.safetensors`; returns each file's size and hash."""
+    hashes = {}
+    with ThreadPoolExecutor() as pool:  # a file is hashed while the next one is written
+        for name, tensors in files:
+            path = folder / f"{name}.safetensors"
+            save_file({key: value.detach().cpu().contiguous() for key, value in tensors.items()}, path)
+            hashes[path] = pool.submit(sha256, path)
+    return {path.name: {"bytes": path.stat().st_size, "sha256": digest.result()} for path, digest in hashes.items()}
 
 
 def save(
-    folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], meta: dict, values: Iterator[Tensor] | None = None,
+    folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], meta: dict,
+    complete: Iterable[Mapping[str, Tensor]] | None = None,
 ) -> None:
     """Writes `tensors[name]` to `folder/name.safetensors` and `meta` to `meta.json`, all or nothing.
 
-    If tensors are gathered from other ranks, `values` yields them in the order of `tensors_in_order`. An existing
-    complete checkpoint is not written again. Raises OSError with the space needed and the space left.
+    If tensors are sharded, `complete` yields the gathered ones of each file in turn. An existing complete checkpoint is
+    not written again. Raises OSError with the space needed and the space left.
     """
     if folder.is_dir() and problem(folder) is None:
         return
-    values = tensors_in_order(tensors) if values is None else values
+    files = zip(tensors, tensors.values() if complete is None else complete, strict=True)
     try:
         with atomic_write(folder) as partial:
             partial.mkdir()
-            write_meta(partial, {**meta, "files": write_tensors(partial, tensors, values)})
-    except OSError as error:
+            write_meta(partial, {**meta, "files": write_tensors(partial, files)})
+    except (OSError, SafetensorError) as error:
         if folder.is_dir() and problem(folder) is None:  # another process has written it meanwhile
             return
         need = sum(t.numel() * t.element_size() for named in tensors.values() for t in named.values())

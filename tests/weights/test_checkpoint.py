@@ -1,15 +1,16 @@
 """A checkpoint is complete or does not exist."""
 
+import hashlib
 import json
 import warnings
+from unittest.mock import Mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 
-from runtime import files
 from weights import checkpoint as checkpoints
 
 
@@ -25,18 +26,24 @@ def steps_of(run):
     return [checkpoints.step_of(folder) for folder in checkpoints.all_steps(run)]
 
 
-def test_a_file_is_safetensors_own_byte_for_byte_and_hashed_without_being_read(tmp_path, monkeypatch):
-    named = {str(dtype): torch.arange(5).to(dtype) for dtype in checkpoints.SAFETENSORS_NAMES} | {
-        "wéight": torch.randn(3, 5), "scalar": torch.tensor(4.0), "turned": torch.randn(4, 6).T,
-        "empty": torch.empty(0, 3), "large": torch.randn(2**19 + 1)}
-    save_file({name: value.contiguous() for name, value in named.items()}, tmp_path / "reference")
-    expected = files.sha256(tmp_path / "reference")
-    monkeypatch.setattr(checkpoints, "sha256", lambda path: pytest.fail(f"{path} is read"))
-    checkpoints.save(tmp_path / "step-00000001", {"one": named, "two": {"a": torch.ones(3)}}, {"step": 1})
-    assert (tmp_path / "step-00000001/one.safetensors").read_bytes() == (tmp_path / "reference").read_bytes()
-    assert checkpoints.read_meta(tmp_path / "step-00000001")["files"]["one.safetensors"]["sha256"] == expected
-    monkeypatch.undo()
-    assert checkpoints.problem(tmp_path / "step-00000001") is None
+def test_each_file_is_written_whole_and_recorded_with_its_hash(tmp_path):
+    named = {"turned": torch.randn(4, 6).T, "empty": torch.empty(0, 3), "wéight": torch.randn(3, 5).half(),
+             "scalar": torch.tensor(4, dtype=torch.int64)}
+    folder = tmp_path / "step-00000001"
+    checkpoints.save(folder, {"one": named, "two": {"a": torch.ones(3)}}, {"step": 1})
+    loaded = checkpoints.load(folder, "one")
+    assert loaded.keys() == named.keys() and all(torch.equal(loaded[name], value) for name, value in named.items())
+    record = checkpoints.check(folder)["files"]["one.safetensors"]
+    assert record == {"bytes": (folder / "one.safetensors").stat().st_size,
+                      "sha256": hashlib.sha256((folder / "one.safetensors").read_bytes()).hexdigest()}
+
+
+def test_a_full_disk_is_a_line_with_the_space_needed_and_leaves_the_earlier_checkpoint(tmp_path, monkeypatch):
+    good = save(tmp_path, 1)
+    monkeypatch.setattr(checkpoints, "save_file", Mock(side_effect=SafetensorError("No space left on device")))
+    with pytest.raises(OSError, match=r"step-00000002 could not be written \(No space left .*needs 1 MiB and .* free"):
+        checkpoints.save(checkpoints.step_folder(tmp_path, 2), {"model": {"a": torch.ones(2**18)}}, {"step": 2})
+    assert [*(tmp_path / "checkpoints").iterdir()] == [good] and checkpoints.problem(good) is None
 
 
 @pytest.fixture(scope="module")
