@@ -1,4 +1,4 @@
-"""Frozen vision networks that turn an image into a grid of tokens: timm's, or a TorchScript file."""
+"""Frozen vision networks that turn an image into a grid of tokens: timm's, or a function of one's own."""
 
 import difflib
 from collections.abc import Callable
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 class Teacher(nn.Module):
     """Turns images uint8 (B, 3, H, W) into tokens (B, grid², width), in raster order, without gradients.
 
-    `read` maps the network's input to tokens or to a map (B, width, grid, grid). The first `num_prefix` tokens, such as
-    a class token, are dropped. Images in 0..1 are normalised by `mean` and `std` and then resized bicubically to
-    `pixels` a side, in REPA's order. If pixels is None, the network gets uint8 images unchanged.
+    `read` maps its input to tokens or to a map (B, width, grid, grid), by `network` if it is not a function of one's
+    own. The first `num_prefix` tokens, such as a class token, are dropped. Images in 0..1 are normalised by `mean` and
+    `std` and then resized bicubically to `pixels` a side, in REPA's order. If pixels is None, uint8 images are read.
     """
 
     def __init__(
-        self, network: nn.Module, read: Callable[[Tensor], Tensor], grid: int, pixels: int | None = None,
+        self, network: nn.Module | None, read: Callable[[Tensor], Tensor], grid: int, pixels: int | None = None,
         mean: tuple[float, ...] = (0.0,), std: tuple[float, ...] = (1.0,), num_prefix: int = 0,
     ):
         super().__init__()
@@ -44,18 +44,17 @@ class Teacher(nn.Module):
 
 
 def load_teacher(name: str, grid: int) -> Teacher:
-    """Loads a teacher for a network of grid × grid tokens; `name` is timm's, or a TorchScript file's path.
+    """Loads a teacher for a network of grid × grid tokens; `name` is timm's, or python:module.function.
 
-    A TorchScript file maps uint8 images (B, 3, H, W) of any size to tokens or a map, and is a program: name only files
-    that you trust. Leaves the caller's random state unchanged. Raises ValueError if there is no such teacher, if its
-    weights are not available, or if its grid differs.
+    A function of one's own maps uint8 images (B, 3, H, W) of any size to tokens or a map, on the device of the images.
+    Leaves the caller's random state unchanged. Raises ValueError if there is no such teacher, if its weights are not
+    available, or if its grid differs.
     """
-    with torch.random.fork_rng(devices=[]):  # a network starts at random before its weights are read
-        if Path(name).suffix in (".pt", ".ts", ".pth") or Path(name).is_file():
-            from weights.reading import load_torchscript
+    from weights.reading import PYTHON, load_function
 
-            network = load_torchscript(Path(name))
-            return Teacher(network, lambda images: network(images), grid)
+    with torch.random.fork_rng(devices=[]):  # a network starts at random before its weights are read
+        if name.startswith(PYTHON):
+            return Teacher(None, load_function("teacher", name)[0], grid)
         return timm_teacher(name, grid)
 
 
@@ -67,7 +66,7 @@ def timm_teacher(name: str, grid: int) -> Teacher:
     cfg = timm.get_pretrained_cfg(name) if timm.is_model(name) else None
     if cfg is None or not cfg.hf_hub_id:
         near = difflib.get_close_matches(name, timm.list_models(pretrained=True), n=3)
-        raise ValueError(f"teacher={name} is neither a file nor a model of timm's with weights"
+        raise ValueError(f"teacher={name} is neither python:module.function nor a model of timm's with weights"
                          f"{'; did you mean ' + ', '.join(near) + '?' if near else '.'}")
     options = {"pretrained": True, "pretrained_cfg_overlay": {"file": str(hub_weights(name, cfg.hf_hub_id))}}
     with torch.device("meta"):

@@ -165,7 +165,7 @@ def open_decoded(
 
     side = [length * decoder.downsample for length in latents.shape[1:]]
     record = {"path": str(path), "fingerprint": latents.fingerprint, "size": side, "autoencoder": decoder.name,
-              "order": "shuffled by numpy's RandomState(0)"}
+              "autoencoder_sha256": autoencoders.sha256_of(decoder.name), "order": "shuffled by numpy's RandomState(0)"}
     return StoredImages(latents.count, read, record, np.random.RandomState(0).permutation(latents.count), SAMPLED_RULE)
 
 
@@ -244,12 +244,10 @@ def describe_weights(
         classes = "all"
     elif len(classes) > 100:
         classes = {"count": len(classes), "sha256": files.record_sha256({"classes": classes})}
-    vae = Path(autoencoder)
-    vae = vae if vae.is_file() else vae / "diffusion_pytorch_model.safetensors"
     ema = None if "imported" in more else weights.startswith("ema")  # the import's record has the key in their file
     return {"checkpoint": checkpoint, "step": step, "weights": weights, "ema": ema, **more,
             "classes": classes, "autoencoder": autoencoder,
-            "autoencoder_sha256": files.sha256(vae) if vae.is_file() else None, "decode_precision": decode_precision}
+            "autoencoder_sha256": autoencoders.sha256_of(autoencoder), "decode_precision": decode_precision}
 
 
 def sampled_images(

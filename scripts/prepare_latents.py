@@ -28,6 +28,7 @@ from runtime.command import command
 from runtime.device import DTYPES, describe_device, join_ranks
 from runtime.schema import Count, Location, NonNegativeInt, Settings, Size, Text, one_of, read_json, refuse
 from weights import autoencoders
+from weights.reading import PYTHON, load_function
 
 # ---- settings -------------------------------------------------------------------------------------------------------
 
@@ -190,7 +191,8 @@ def main(cfg: PrepareSettings) -> None:
     settings = dict(resolution=resolution, autoencoder=autoencoder, kind=kind, mirror=cfg.mirror, seed=cfg.seed,
                     precision=cfg.precision, shard_size=cfg.shard_size, tf32=cfg.tf32, fingerprint=source.fingerprint(),
                     teacher=cfg.teacher, patch_size=cfg.patch_size if cfg.teacher else None)
-    if weights := stamps(autoencoder, cfg.teacher):
+    code = load_function("teacher", cfg.teacher)[1] if (cfg.teacher or "").startswith(PYTHON) else None
+    if weights := stamps(autoencoder, code and str(code)):
         settings["weights"] = weights
     if Path(autoencoder).is_file() and (found := stamps(str(Path(autoencoder).with_name(autoencoders.STATISTICS)))):
         settings["statistics"] = found

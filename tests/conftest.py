@@ -148,20 +148,6 @@ def taught(shapes, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def pooled(tmp_path_factory) -> str:
-    """A TorchScript file of a teacher whose tokens are mean colours: the image's, on 4 × 4 squares."""
-    import torch
-
-    class Pooled(torch.nn.Module):
-        def forward(self, images):
-            return torch.nn.functional.adaptive_avg_pool2d(images.float(), 4)
-
-    file = tmp_path_factory.mktemp("teacher") / "pooled.pt"
-    torch.jit.script(Pooled()).save(str(file))
-    return str(file)
-
-
-@pytest.fixture(scope="session")
 def pixel_reference(shapes, tmp_path_factory) -> Path:
     """Statistics of the built-in shapes' pixels, as an npz."""
     import fid

@@ -18,11 +18,11 @@ from runtime.schema import read
 
 PAGES = [*(ROOT / page for page in ("README.md", "CONTRIBUTING.md", "examples/emoji/README.md")),
          *sorted((ROOT / "docs").glob("*.md"))]
-PLAIN_ARGUMENTS = ("scripts/curves.py", "scripts/studies/export_features.py", "scripts/studies/held_out.py",
-                   "examples/emoji/prepare_emoji.py", "examples/route_diffusers.py", "examples/custom_block.py",
-                   "examples/write_latents.py", "examples/own_decoder.py")
+PLAIN_ARGUMENTS = ("scripts/curves.py", "scripts/studies/held_out.py", "examples/emoji/prepare_emoji.py",
+                   "examples/route_diffusers.py", "examples/custom_block.py", "examples/write_latents.py")
 CODE = [*sorted(ROOT.glob("*.py")), *sorted((ROOT / "scripts").glob("[!_]*.py")),
-        *sorted((ROOT / "scripts/studies").glob("[!_]*.py")), *sorted((ROOT / "configs").rglob("*.yaml"))]
+        *sorted((ROOT / "scripts/studies").glob("[!_]*.py")), *sorted((ROOT / "examples").glob("*.py")),
+        *sorted((ROOT / "configs").rglob("*.yaml"))]
 LAUNCHED = re.compile(r"(\w+=\S+ )*(python|accelerate launch|torchrun|timeout|sbatch)( \S+)*? (\S+\.py)\b")
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", flags=re.S | re.M)
 

@@ -1,22 +1,23 @@
 """Loads autoencoders by name: pixel space, diffusers folders, LDM files such as VA-VAE's, and users' own decoders."""
 
-import importlib
+import contextlib
+import json
 import re
-from collections.abc import Callable
+import shlex
 from pathlib import Path
 
 import torch
 
 from autoencoder import SAMPLES_ONLY, SD_VAE_SCALE, Autoencoder, Convention, DiffusersAutoencoder, Identity, OwnDecoder
-from runtime.files import refuse_pointer
+from runtime.files import refuse_pointer, sha256
 from runtime.schema import as_recorded, first_line, read_json
-from weights.reading import from_hub, is_torchscript, load_torchscript, read_tensors
+from weights.reading import PYTHON, from_hub, load_function, read_tensors
 
 HUB_NAMES = {"sd_vae_ema": "stabilityai/sd-vae-ft-ema", "sd_vae_mse": "stabilityai/sd-vae-ft-mse"}
 # Diffusers classes for images in [-1, 1] that record their latents' scale in the config.
 CLASSES = ("AutoencoderKL", "AutoencoderTiny", "AutoencoderDC")
 NONE = "none"           # the name for latents that only their owner can decode
-PYTHON = "python:"      # python:module.function
+WEIGHTS = "diffusion_pytorch_model"  # what diffusers calls the file, with a variant as in WEIGHTS.fp16.safetensors
 STATISTICS = "latents_stats.pt"  # written by LightningDiT: the mean and standard deviation of each channel
 
 
@@ -37,16 +38,13 @@ def load_autoencoder(
                          "autoencoder=path/to/folder, or save the latents with sample.py out=x.npz latents=true.")
     if name == "identity":
         return Identity(device, convention)
-    if Path(name).is_file():
-        with as_recorded(Path(name)):
-            vae = _from_ldm(Path(name)).to(dtype)
-        return DiffusersAutoencoder(name, vae, device, convention or own_convention(name))
-    folder = name
-    if repo := HUB_NAMES.get(name):
-        folder = from_hub(repo, "config.json", "diffusion_pytorch_model.safetensors", remedy=(
-            f"on a machine with internet, run `hf download {repo} config.json diffusion_pytorch_model.safetensors "
-            f"--local-dir {name}`, copy that folder here, and set autoencoder=path/to/{name}."))
-    return DiffusersAutoencoder(name, _from_folder(str(folder), dtype), device, convention)
+    file = find_weights(name)
+    if is_diffusers(file):
+        return DiffusersAutoencoder(name, _from_folder(file, dtype), device, convention)
+    convention = convention or own_convention(name)
+    with as_recorded(file):
+        vae = _from_ldm(file).to(dtype)
+    return DiffusersAutoencoder(name, vae, device, convention)
 
 
 def load_decoder(
@@ -67,8 +65,7 @@ def load_decoder(
     if not runs_code(name):
         loaded = load_autoencoder(name, device, dtype, convention)
     elif trusted:
-        function = _python(name) if name.startswith(PYTHON) else load_torchscript(Path(name), device)
-        loaded = OwnDecoder(name, function, shape, device)
+        loaded = OwnDecoder(name, load_function("autoencoder", name)[0], shape, device)
         loaded.convention = convention or loaded.convention
     else:
         raise ValueError(f"autoencoder={name} runs code, so it is loaded only if the command names it, but here a "
@@ -81,15 +78,25 @@ def load_decoder(
 
 
 def runs_code(name: str) -> bool:
-    """True if loading an autoencoder of this name runs code: a Python callable or a TorchScript file."""
-    return name.startswith(PYTHON) or (Path(name).is_file() and is_torchscript(Path(name)))
+    """True if loading an autoencoder of this name runs code: if it is a Python function."""
+    return name.startswith(PYTHON)
+
+
+def sha256_of(name: str) -> str | None:
+    """Returns the hash of the weights of an autoencoder that is in use, or of the module of a decoder of one's own.
+
+    It is None for `identity` and `none`, which have no file, and where the file is gone by now.
+    """
+    with contextlib.suppress(ValueError, OSError):
+        if name not in ("identity", NONE):
+            return sha256(load_function("autoencoder", name)[1] if runs_code(name) else find_weights(name))
 
 
 def samples_only(name: str) -> bool:
     """True if an autoencoder encodes to values without a distribution. Reads its config, not its weights."""
-    if name in HUB_NAMES or name == NONE or runs_code(name) or Path(name).is_file():
+    if name in HUB_NAMES or name == NONE or runs_code(name) or (Path(name).is_file() and not is_diffusers(Path(name))):
         return False
-    return name == "identity" or _read_config(name)["_class_name"] in SAMPLES_ONLY
+    return name == "identity" or _read_config(find_weights(name).parent)["_class_name"] in SAMPLES_ONLY
 
 
 def own_convention(name: str) -> Convention | None:
@@ -100,12 +107,15 @@ def own_convention(name: str) -> Convention | None:
         return Convention(SD_VAE_SCALE)
     if name == NONE or runs_code(name):
         return None
-    if Path(name).is_file():
-        if not (statistics := Path(name).with_name(STATISTICS)).is_file():
-            raise ValueError(f"autoencoder={name} does not record how its latents are scaled: put its {STATISTICS} "
-                             f"next to it.")
+    file = find_weights(name)
+    if not is_diffusers(file) and (statistics := file.with_name(STATISTICS)).is_file():
         return read_statistics(statistics)
-    config = _read_config(name)
+    if not (beside := file.with_name("config.json")).is_file():
+        scale = json.dumps({"_class_name": "AutoencoderKL", "scaling_factor": SD_VAE_SCALE})
+        raise ValueError(f"autoencoder={name} does not record how its latents are scaled: put its {STATISTICS} next to "
+                         f"it, or type its scale, which is {SD_VAE_SCALE} for Stable Diffusion 1 and 2 and 0.13025 for "
+                         f"SDXL, as in: echo '{scale}' > {shlex.quote(str(beside))}")
+    config = _read_config(file.parent)
     import diffusers  # slow: takes seconds
 
     with torch.device("meta"):  # the class completes older configs, such as that of sd_vae_ema, which has no scale
@@ -113,35 +123,77 @@ def own_convention(name: str) -> Convention | None:
     return Convention.from_config(network.config, name)
 
 
+# ---- its file -------------------------------------------------------------------------------------------------------
+
+
+def find_weights(name: str) -> Path:
+    """Finds the weights that a name means: a file, or the one in a folder; those of HUB_NAMES are downloaded once.
+
+    A folder is an autoencoder's or that of a pipeline, whose vae/ it means. Raises ValueError for any other name.
+    """
+    if repo := HUB_NAMES.get(name):
+        return from_hub(repo, "config.json", f"{WEIGHTS}.safetensors", remedy=(
+            f"on a machine with internet, run `{_hub_command(repo, name)}`, copy that folder here, and set "
+            f"autoencoder=./{name}.")) / f"{WEIGHTS}.safetensors"
+    place = Path(name)
+    if place.is_file():
+        return place
+    if not place.is_dir():
+        names, repo = ", ".join(["identity", *HUB_NAMES]), name.removeprefix("https://huggingface.co/").strip("/")
+        short = repo.rpartition("/")[2]
+        hint = (f" If it is a repository of the Hugging Face Hub, run `{_hub_command(repo, short)}`, or for a pipeline "
+                f"`{_hub_command(repo, short, 'vae/')}`, and set autoencoder=./{short}."
+                if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", repo) else "")
+        raise ValueError(f"autoencoder={name} is neither one of {names} nor a local folder or file.{hint}")
+    if not (folder := place / "vae").is_dir() or (place / "config.json").is_file():
+        folder = place
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"autoencoder={name} has neither config.json nor vae/config.json, as diffusers saves them: "
+                         f"name such a folder, or a file of weights.")
+    files = sorted(folder.glob(f"{WEIGHTS}*.safetensors"))
+    if (usual := folder / f"{WEIGHTS}.safetensors") in files:
+        return usual
+    if len(files) == 1:
+        return files[0]
+    raise ValueError(f"autoencoder={name} holds several variants of its weights: name one, as in autoencoder={files[0]}"
+                     if files else f"{folder} holds no {WEIGHTS}.safetensors (pickles, .bin, are not loaded; "
+                     f"save_pretrained writes safetensors).")
+
+
+def _hub_command(repo: str, folder: str, inside: str = "") -> str:
+    return f"hf download {repo} {inside}config.json {inside}{WEIGHTS}.safetensors --local-dir {folder}"
+
+
+def is_diffusers(file: Path) -> bool:
+    """True if a file has diffusers' name and config.json beside it; an autoencoder's other files are LDM's."""
+    return file.name.startswith(WEIGHTS) and file.with_name("config.json").is_file()
+
+
 # ---- diffusers ------------------------------------------------------------------------------------------------------
 
 
-def _read_config(folder: str) -> dict:
+def _read_config(folder: Path) -> dict:
     """Reads config.json of a diffusers folder. Raises ValueError if its class is not one of CLASSES."""
-    if not Path(folder).is_dir():
-        names = ", ".join(["identity", *HUB_NAMES])
-        raise ValueError(f"autoencoder={folder} is neither one of {names} nor a local folder or file.")
-    config = read_json(Path(folder) / "config.json")
+    config = read_json(folder / "config.json")
     if config.get("_class_name") not in CLASSES:  # no other name is ever looked up in diffusers
-        raise ValueError(f"autoencoder={folder} has the class {config.get('_class_name')}, but only "
-                         f"{', '.join(CLASSES)} can be read.")
+        raise ValueError(f"{folder} has the class {config.get('_class_name')}, but only {', '.join(CLASSES)} can be "
+                         f"read: set autoencoder= to another.")
     return config
 
 
-def _from_folder(folder: str, dtype: torch.dtype) -> torch.nn.Module:
+def _from_folder(file: Path, dtype: torch.dtype) -> torch.nn.Module:
     import diffusers  # slow: takes seconds
 
-    network = getattr(diffusers, _read_config(folder)["_class_name"])
-    for file in Path(folder).glob("*.safetensors"):
-        refuse_pointer(file)
+    network = getattr(diffusers, _read_config(file.parent)["_class_name"])
+    refuse_pointer(file)
     try:
         vae, report = network.from_pretrained(
-            folder, use_safetensors=True, torch_dtype=dtype, local_files_only=True, output_loading_info=True)
+            file.parent, use_safetensors=True, torch_dtype=dtype, local_files_only=True, output_loading_info=True,
+            variant=file.name.removeprefix(WEIGHTS).removesuffix(".safetensors").removeprefix(".") or None)
         if lacking := report["missing_keys"]:  # diffusers only warns, and leaves them random
             raise ValueError(f"the weights lack {len(lacking)} tensors, {lacking[0]} first")
-    except Exception as error:  # missing, truncated or mismatched weights all raise different types
-        raise ValueError(f"autoencoder={folder} has no diffusion_pytorch_model.safetensors that can be read and fits "
-                         f"config.json (pickles, .bin, are not loaded; save_pretrained writes safetensors): "
+    except Exception as error:  # truncated or mismatched weights all raise different types
+        raise ValueError(f"{file} cannot be read as weights that fit config.json beside it, so copy both again: "
                          f"{first_line(error)}") from error
     return vae
 
@@ -173,10 +225,12 @@ def _from_ldm(file: Path) -> torch.nn.Module:
     state = read_tensors(file)
     for key in ("state_dict", "model"):
         state = state.get(key, state) if isinstance(state, dict) else {}
+    state = {str(key).removeprefix("first_stage_model."): value for key, value in state.items()}  # in a whole pipeline
     levels = [f"encoder.down.{i}" for i in range(64) if f"encoder.down.{i}.block.0.conv1.weight" in state]
     if not levels or "post_quant_conv.weight" not in state:
         raise ValueError(f"autoencoder={file} holds no weights of a latent-diffusion AutoencoderKL, such as "
-                         f"encoder.down.0… and post_quant_conv.")
+                         f"encoder.down.0… and post_quant_conv. One of diffusers lies beside its config.json as "
+                         f"{WEIGHTS}.safetensors: name their folder.")
     kinds = ["Attn" if f"{level}.attn.0.q.weight" in state else "" for level in levels]
     options = dict(
         block_out_channels=tuple(len(state[f"{level}.block.0.conv1.weight"]) for level in levels),
@@ -206,12 +260,3 @@ def read_statistics(file: Path) -> Convention:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{file} does not hold tensors mean and std, one number per channel: {first_line(error)}."
                          ) from error
-
-
-def _python(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    module, _, function = name.removeprefix(PYTHON).rpartition(".")
-    try:
-        return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"autoencoder={name} is not python:module.function with a module that Python can import "
-                         f"({error}): set PYTHONPATH.") from error

@@ -1,8 +1,9 @@
-"""Other people's files: fetched from a hub, read as tensors without running code in them, or run as TorchScript."""
+"""Other people's files, fetched from a hub and read as tensors without running code; functions of the user's own."""
 
 import argparse
+import importlib
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from runtime.files import refuse_pointer
 from runtime.schema import first_line
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin")
+PYTHON = "python:"  # python:module.function
 
 
 def from_hub(repo: str, *names: str, remedy: str) -> Path:
@@ -54,18 +56,16 @@ def check_finite(state: Mapping[str, Tensor], whose: object) -> None:
                          f"{damaged[0]} first: choose an earlier checkpoint.")
 
 
-def is_torchscript(file: Path) -> bool:
-    """True if a file holds a TorchScript program: it is a zip, as weights are, but with code in it."""
-    if not zipfile.is_zipfile(file):
-        return False
-    with zipfile.ZipFile(file) as archive:
-        return any(name.endswith("/constants.pkl") or "/code/" in name for name in archive.namelist())
+def load_function(setting: str, name: str) -> tuple[Callable, Path]:
+    """Imports the function that `python:module.function` names, and returns it and its module's file.
 
-
-def load_torchscript(file: Path, device: torch.device | str = "cpu") -> torch.nn.Module:
-    """Loads a TorchScript file, which is a program, so the user must trust it."""
-    refuse_pointer(file)
+    This runs the module's code, so the name must be the user's own, not a file's. Raises ValueError with the setting if
+    there is no such function.
+    """
+    module, _, function = name.removeprefix(PYTHON).rpartition(".")
     try:
-        return torch.jit.load(file, map_location=device).eval()
-    except Exception as error:  # torch has several
-        raise ValueError(f"{file} is not a complete TorchScript file: {first_line(error)}") from error
+        imported = importlib.import_module(module)
+        return getattr(imported, function), Path(imported.__file__)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{setting}={name} is not python:module.function with a module that Python can import "
+                         f"({error}): start the command with PYTHONPATH=<the folder of the module's file>.") from error

@@ -44,10 +44,18 @@ def test_a_convolutional_network_gives_its_stride_16_map(hub):
 @pytest.mark.parametrize(("name", "says"), [
     ("test_vit", "model.safetensors of timm/test_vit.r160_in1k .* put it at .*test_vit.safetensors"),
     ("vit_base_patch14_dinov22", "did you mean vit_base_patch14_dinov2"),
-    ("no.pt", "no.pt is not a complete TorchScript file"),
-    ("pooled", r"makes 16 tokens per image, but the network's grid has 8 × 8"),
-    (__file__, "is not a complete TorchScript file"),
+    ("teacher.pt", "is neither python:module.function nor a model of timm's with weights"),
+    ("python:no_such.tokens", "No module named 'no_such'.*: start the command with PYTHONPATH="),
+    ("python:own_code.none", "has no attribute 'none'"),
+    ("python:own_code.pooled", r"makes 16 tokens per image, but the network's grid has 8 × 8"),
 ])
-def test_an_unavailable_teacher_raises_a_one_line_error(hub, pooled, name, says):
+def test_an_unavailable_teacher_raises_a_one_line_error(hub, name, says):
     with pytest.raises(ValueError, match=says):
-        load_teacher(pooled if name == "pooled" else name, 8)
+        load_teacher(name, 8)
+
+
+def test_a_function_of_ones_own_gets_images_unchanged_and_its_map_is_read_in_raster_order():
+    tokens = load_teacher("python:own_code.pooled", 4)(IMAGES)
+    means = IMAGES.float().view(2, 3, 4, 16, 4, 16).mean((3, 5))
+    torch.testing.assert_close(tokens, means.flatten(2).transpose(1, 2))
+    assert load_teacher("python:examples.own_teacher.colours", 16)(IMAGES).shape == (2, 256, 3)

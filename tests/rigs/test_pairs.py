@@ -25,7 +25,6 @@ from conftest import PATIENCE, save_vae
 from forked import Life, ranks_of
 from PIL import Image
 from test_sharding import fork, losses
-from torch.nn.functional import adaptive_avg_pool2d
 from training_runs import assert_same_end, killed
 
 pytestmark = [pytest.mark.rig, pytest.mark.timeout(0)]
@@ -123,12 +122,9 @@ def place(tmp_path_factory) -> Path:
     def make() -> None:
         world.make(folder)
         save_vae(folder / "vae", levels=1)
-        for name, shape in {"teacher": (-1, 4, 3), "features": (-1, 12)}.items():
-            torch.jit.trace(lambda images, shape=shape: adaptive_avg_pool2d(images.float(), 2).reshape(shape),
-                            torch.zeros(2, 3, 8, 8, dtype=torch.uint8)).save(str(folder / f"{name}.pt"))
         (folder / "words.txt").write_text("ant Ant\nbee Bee\n")
         world.run(folder, "prepare_latents", ["source=shapes", "shapes.count=12", "out=moments", "autoencoder=vae",
-                                              "mirror=true", "teacher=teacher.pt", "patch_size=4"])
+                                              "mirror=true", "teacher=python:own_code.quarters", "patch_size=4"])
         world.run(folder, "train", ["run_dir=fused", "model=sprint", "diffusion=rf"])
         world.run(folder, "fid", ["reference=null", "results=null", "num_samples=null", "reference_from=images.npz",
                                   "out=statistics.npz"])

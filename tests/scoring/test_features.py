@@ -1,15 +1,18 @@
 """Feature extractors: their inputs, the weights that they accept, and what they refuse."""
 
 import json
+import re
 import runpy
 import shutil
 import urllib.error
 
+import numpy as np
 import pytest
 import torch
-from conftest import one_rank, run_command
+from conftest import ROOT, one_rank, run_command
 
 import fid
+from latents.images import open_source
 from runtime.files import sha256
 from scoring import features
 from scoring.features import Extractor, extract
@@ -138,7 +141,7 @@ def test_a_wrong_hash_is_refused_with_both_hashes_and_a_file_that_is_no_graph(gr
         load("adm", tmp_path / "graph.pb")
 
 
-# ---- DINOv2 and TorchScript
+# ---- DINOv2 and code of one's own
 
 
 def test_dinov2_is_fed_224_and_returns_its_class_token(tmp_path):
@@ -157,46 +160,88 @@ def test_dinov2_is_fed_224_and_returns_its_class_token(tmp_path):
     assert torch.allclose(small, large, atol=1e-4)
 
 
-class Returns(torch.nn.Module):
-    """Returns means, one number, probabilities or, as in training mode, means that depend on the batch.
-
-    As NVIDIA's Inception does, it returns features instead of probabilities only on demand.
-    """
-
-    def __init__(self, what: str):
-        super().__init__()
-        self.what = what
-
-    def forward(self, images, return_features: bool = False):
-        means = images.float().mean((2, 3))
-        if self.what == "a number":
-            return means.mean()
-        if self.what == "batch":
-            return (means - means.mean(0)) / (means.std(0) + 1)
-        return means if return_features or self.what == "means" else (means / 255).softmax(1)
-
-
-def test_a_torchscript_file_is_fed_channels_first(tmp_path):
-    torch.jit.script(Returns("means")).save(tmp_path / "mean.pt")
-    mine, images = load("torchscript", tmp_path / "mean.pt"), pictures(2)
+def test_a_function_of_ones_own_is_fed_channels_first_and_told_apart_by_its_module_and_weights(tmp_path):
+    torch.save(torch.tensor(2.0), tmp_path / "two.pt")
+    mine, doubled = load("python:own_code.means"), load("python:own_code.means", tmp_path / "two.pt")
+    images = pictures(2)
     assert torch.allclose(mine.compute(images)["pool"], images.float().mean((1, 2)))
-    assert mine.sizes == {"pool": 3} and mine.distance == "fd_torchscript"
-    assert mine.space == f"torchscript {sha256(tmp_path / 'mean.pt')}"
+    assert torch.allclose(doubled.compute(images)["pool"], 2 * images.float().mean((1, 2)))
+    assert mine.sizes == {"pool": 3} and mine.distance == doubled.distance == "fd_means"
+    assert mine.space == f"python:own_code.means {sha256(ROOT / 'tests/own_code.py')} None"
+    assert doubled.space == mine.space.replace("None", sha256(tmp_path / "two.pt")) and doubled.sha256 in doubled.space
 
 
-@pytest.mark.parametrize(("returns", "message"), [
-    (None, r"net.pt is not TorchScript from uint8 images .* to \(B, D\)"),
-    ("a number", r"net.pt is not TorchScript from uint8 images .* to \(B, D\)"),
-    ("probabilities", "each row is not negative and sums to 1, as probabilities do .* return_features=True"),
-    ("batch", "the features of an image depend on the others in its batch, as in training mode"),
+@pytest.mark.parametrize(("name", "message"), [
+    ("number", r"maps images \(3, 3, 256, 256\) to \(\): return \(3, D\)"),
+    ("probabilities", "each row is not negative and sums to 1, as probabilities do: .* return_features=True"),
+    ("training", "the features of an image depend on the others in its batch, .* call the network's .eval"),
+    ("pixels", "its distance would be called fd_pixels, as that of features=pixels: give the function another name"),
+    ("missing", "own_code.missing is not python:module.function with a module that Python can import"),
 ])
-def test_a_torchscript_file_of_another_kind_is_refused(returns, message, tmp_path):
-    file = tmp_path / "net.pt"
-    torch.jit.script(Returns(returns)).save(file) if returns else file.write_text("no")
+def test_a_function_that_returns_no_features_is_refused(name, message):
     with pytest.raises(ValueError, match=message):
-        load("torchscript", file)
-    with pytest.raises(ValueError, match="features=torchscript needs features_weights=path/to/file.pt"):
-        load("torchscript", None)
+        load(f"python:own_code.{name}")
+
+
+def test_weights_of_ones_own_features_are_checked_as_others_are(tmp_path):
+    torch.save(torch.tensor(2.0), tmp_path / "two.pt")
+    with pytest.raises(ValueError, match=f"has SHA-256 {sha256(tmp_path / 'two.pt')}, but the setting is sha256=00"):
+        load("python:own_code.means", tmp_path / "two.pt", "00")
+    with pytest.raises(ValueError, match="sha256= is that of features_weights=, which is not set"):
+        load("python:own_code.means", None, "00")
+    (tmp_path / "no.pt").write_text("no")
+    with pytest.raises(ValueError, match="no.pt is not what python:own_code.means reads"):
+        load("python:own_code.means", tmp_path / "no.pt")
+    with pytest.raises(ValueError, match="features=inceptoin is none of adm, inception, .* and python:module.function"):
+        features.features_name("inceptoin")
+
+
+def test_the_example_of_features_is_timms_network(tmp_path):
+    import timm
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    network = timm.create_model("resnet18").eval()
+    save_file(network.state_dict(), tmp_path / "model.safetensors")
+    mine = load("python:examples.own_features.resnet18", tmp_path / "model.safetensors")
+    images = pictures(2, side=224)
+    x = images.permute(0, 3, 1, 2) / 255
+    mean, std = (torch.tensor(network.pretrained_cfg[key]).view(3, 1, 1) for key in ("mean", "std"))
+    with torch.no_grad():
+        expected = network.global_pool(network.forward_features((x - mean) / std))
+        assert torch.allclose(mine.compute(images)["pool"], expected, atol=1e-4) and mine.distance == "fd_resnet18"
+
+
+def test_the_lines_of_the_page_load_stylegans_inception(tmp_path, monkeypatch):
+    """A program of one's own, which returns probabilities unless it is asked for features, as that of NVIDIA does."""
+    class Inception(torch.nn.Module):
+        def forward(self, images, return_features: bool = False):
+            means = images.float().mean((2, 3))
+            return means if return_features else (means / 255).softmax(1)
+
+    [lines] = re.findall(r"```python\n(.*?)```", (ROOT / "docs/evaluation.md").read_text(), flags=re.S)
+    assert len(lines.splitlines()) == 3
+    (tmp_path / "nvidia.py").write_text(lines)
+    monkeypatch.syspath_prepend(tmp_path)
+    torch.jit.script(Inception()).save(tmp_path / "inception-2015-12-05.pt")
+    theirs, images = load("python:nvidia.stylegan", tmp_path / "inception-2015-12-05.pt"), pictures(2)
+    assert torch.allclose(theirs.compute(images)["pool"], images.float().mean((1, 2)))
+
+
+def test_resnet56s_features_are_those_of_its_published_file(real_data):
+    """Its last layer finds the classes of test images, whose order is that of their names, in the features."""
+    file = real_data / "resnet56-cifar10/resnet56-4bfd9763.th"
+    if not file.is_file():
+        pytest.skip("no ResNet-56 beside the real data")
+    mine = load("python:scripts.studies.resnet56.resnet56", file)
+    assert mine.distance == "fd_resnet56" and mine.sizes == {"pool": 64} and mine.sha256.startswith("4bfd9763")
+    source = open_source(str(real_data / "cifar10-test.zip"), labels="parents")
+    indices = np.arange(0, len(source), len(source) // 200)
+    images = torch.from_numpy(np.stack([source.pixels(i, 32) for i in indices]))
+    last = torch.load(file, weights_only=True, map_location="cpu")["state_dict"]
+    with torch.no_grad():
+        logits = mine.compute(images)["pool"] @ last["module.linear.weight"].T + last["module.linear.bias"]
+    assert (logits.argmax(1).numpy() == source.labels[indices]).mean() > 0.75
 
 
 # ---- the numbers of OpenAI's evaluator on the cross-check's graph and batches

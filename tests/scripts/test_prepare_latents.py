@@ -31,6 +31,8 @@ from runtime.schema import CONFIGS
 from scripts import prepare_latents as script
 from weights import autoencoders
 
+POOLED = "python:own_code.pooled"
+
 
 def prepare(source, out, resolution=32, autoencoder="identity", **settings) -> None:
     """Prepares with the settings of configs/prepare_latents.yaml but for those that are given."""
@@ -147,8 +149,8 @@ def test_posterior_samples_depend_on_the_seed_and_the_image_alone(pets, vae_fold
     assert abs(np.corrcoef(noises[0].ravel(), noises[1].ravel())[0, 1]) < 0.3  # each side has its own noise
 
 
-def test_a_teachers_tokens_are_those_of_the_image_and_of_its_mirror_image(pets, pooled, tmp_path, capsys):
-    prepare(pets, tmp_path / "out", shard_size=4, batch_size=3, mirror=True, teacher=pooled, patch_size=8)
+def test_a_teachers_tokens_are_those_of_the_image_and_of_its_mirror_image(pets, tmp_path, capsys):
+    prepare(pets, tmp_path / "out", shard_size=4, batch_size=3, mirror=True, teacher=POOLED, patch_size=8)
     assert "teacher, teacher_mirrored: 12,488 bytes per image, 0.000125 GB in all" in capsys.readouterr().out
     latents = open_latents(tmp_path / "out")
     indices, images = np.arange(10), np.stack([noise(32, 32, k) for k in range(10)])
@@ -158,8 +160,8 @@ def test_a_teachers_tokens_are_those_of_the_image_and_of_its_mirror_image(pets, 
         means = seen.reshape(10, 4, 8, 4, 8, 3).mean(axis=(2, 4)).reshape(10, 16, 3)
         np.testing.assert_allclose(rows["teacher"], means, atol=0.07)  # float16 of up to 255
     again = partial(prepare, pets, tmp_path / "out", shard_size=4, mirror=True)
-    refused(again, f"teacher was {pooled} and is now None")
-    refused(lambda: again(teacher=pooled, patch_size=4), "patch_size was 8 and is now 4")
+    refused(again, f"teacher was {POOLED} and is now None")
+    refused(lambda: again(teacher=POOLED, patch_size=4), "patch_size was 8 and is now 4")
 
 
 def test_unreadable_files_are_counted_listed_and_left_out(pets, tmp_path, monkeypatch, capsys):
@@ -210,14 +212,14 @@ def test_a_label_map_and_words_for_people_are_honoured(pets, tmp_path, written):
 # ---- what is noticed first ------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_work_is_refused_before_anything_is_written(pets, vae_folder, pooled, tmp_path, monkeypatch):
+def test_what_cannot_work_is_refused_before_anything_is_written(pets, vae_folder, tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10_000))
     for settings, words in (
             ({"resolution": 30, "autoencoder": vae_folder}, "resolution=30 is not divisible by 8"),
             ({}, "needs 0.0615 MB more, but its disk has 0.01 MB free: choose another disk with out=. kind="),
-            ({"teacher": pooled, "patch_size": 8}, "needs 0.0625 MB more"),  # of 10 images, 16 · 3 numbers each
-            ({"teacher": pooled, "patch_size": 4}, "makes 16 tokens per image, but the network's grid has 8 × 8"),
-            ({"teacher": pooled, "patch_size": 5}, "patch_size=5 does not divide")):
+            ({"teacher": POOLED, "patch_size": 8}, "needs 0.0625 MB more"),  # of 10 images, 16 · 3 numbers each
+            ({"teacher": POOLED, "patch_size": 4}, "makes 16 tokens per image, but the network's grid has 8 × 8"),
+            ({"teacher": POOLED, "patch_size": 5}, "patch_size=5 does not divide")):
         refused(lambda settings=settings: prepare(pets, tmp_path / "out", **settings), words)
     assert not (tmp_path / "out").exists()
 
@@ -297,9 +299,9 @@ def test_a_second_process_is_refused_and_a_file_system_without_locks_is_named(pe
     assert (tmp_path / "out" / "metadata.json").is_file()
 
 
-def test_two_ranks_write_what_one_writes(pets, vae_folder, pooled, tmp_path):
+def test_two_ranks_write_what_one_writes(pets, vae_folder, tmp_path):
     overrides = f"source={pets} resolution=32 autoencoder={vae_folder} kind=sample shard_size=3 mirror=true".split()
-    overrides += [f"teacher={pooled}", "patch_size=1"]
+    overrides += [f"teacher={POOLED}", "patch_size=1"]
     one, two = (forked.run("scripts/prepare_latents.py", *overrides, f"out={tmp_path / name}", ranks=ranks)
                 for name, ranks in (("one", 1), ("two", 2)))
     assert one.returncode == 0 and two.returncode == 0, one.stderr + two.stderr

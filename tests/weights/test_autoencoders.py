@@ -1,11 +1,10 @@
-"""The autoencoder that made the latents decodes them: diffusers' classes, LDM's files, TorchScript, Python, or none."""
+"""The autoencoder that made the latents decodes them: diffusers' classes, LDM's files, one's own decoder, or none."""
 
 import json
 import math
-import runpy
 import shutil
+import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -15,11 +14,13 @@ import torch
 import training_runs
 from closed_forms import amplitude_of
 from conftest import ROOT, change_record, one_rank, run_command
+from own_code import bright
 from safetensors.torch import load_file, save_file
 from test_published_parity import assert_equal, published, wave
 
 import sample
 from autoencoder import SD_VAE_SCALE, Convention, DiffusersAutoencoder, OwnDecoder, pixels_to_images
+from runtime.files import sha256
 from scoring import image_sets
 from scoring.features import load_extractor
 from scoring.score import open_reference
@@ -200,14 +201,16 @@ def rewritten(change):
 @pytest.mark.parametrize(("spoil", "says"), [
     (rewritten(lambda tensors: {key: tensors[key] for key in tensors if key != "encoder.conv_in.bias"}),
      "lack 1 tensors, encoder.conv_in.bias"),
-    (rewritten(lambda tensors: tensors | {"encoder.conv_in.bias": torch.zeros(3)}), "can be read and fits.*expected"),
+    (rewritten(lambda tensors: tensors | {"encoder.conv_in.bias": torch.zeros(3)}), "cannot be read as.*expected"),
     (changed(_class_name="os.system"), "has the class os.system, but only AutoencoderKL, .* can be read"),
     (changed(latents_mean=[0.0] * 5), "latents_mean has 5 numbers and latents_std 0"),
     (changed(latents_mean=[0.0] * 5, latents_std=[1.0] * 5), "5 numbers each, but the latents have 4 channels"),
     (changed(latents_mean=[0.0] * 4, latents_std=[1.0, 0.0, 1.0, 1.0]), "are not all numbers above 0"),
     (changed(scaling_factor=None), "scaling_factor null"),
-    (changed(norm_num_groups=3), "can be read and fits config.json"),
-    (shutil.rmtree, "is neither one of identity, sd_vae_ema, sd_vae_mse nor a local folder or file"),
+    (changed(norm_num_groups=3), "cannot be read as weights that fit config.json"),
+    (lambda folder: (folder / "config.json").unlink(), "has neither config.json nor vae/config.json"),
+    (lambda folder: (folder / WEIGHTS).rename(folder / "weights.bin"), "holds no diffusion_pytorch_model.safetensors"),
+    (shutil.rmtree, r"is neither one of identity, sd_vae_ema, sd_vae_mse nor a local folder or file\.$"),
 ])
 def test_a_folder_that_is_no_complete_autoencoder_is_refused(tmp_path, spoil, says):
     spoil(Path(make_network("plain", tmp_path / "vae")))
@@ -225,29 +228,88 @@ def test_vavae_without_its_statistics_or_with_others_is_refused_unless_the_laten
     assert decoder_of(name, (8, 4, 4), recorded).convention == recorded
 
 
-def test_an_unavailable_hub_model_is_a_line_with_the_remedy(monkeypatch, tmp_path):
+# ---- the forms that people have -------------------------------------------------------------------------------------
+
+
+def test_a_pipelines_folder_and_a_folder_of_one_variant_are_read_as_the_autoencoder(tmp_path):
+    """And of several variants the file that is named."""
+    vae = make_network("one scale", tmp_path / "pipeline/vae")
+    (tmp_path / "pipeline/model_index.json").write_text('{"_class_name": "DiTPipeline", "vae": ["diffusers", "x"]}')
+    tensors = load_file(Path(vae, WEIGHTS))
+    for folder, variants in {"half": ("fp16",), "two": ("fp16", "ema")}.items():
+        shutil.copytree(vae, tmp_path / folder)
+        (tmp_path / folder / WEIGHTS).unlink()
+        for variant in variants:
+            save_file({key: value.half() for key, value in tensors.items()},
+                      tmp_path / folder / f"diffusion_pytorch_model.{variant}.safetensors")
+    latents, named = torch.randn(2, 5, 4, 4), str(tmp_path / "two/diffusion_pytorch_model.fp16.safetensors")
+    expected = decoder_of(vae, (5, 4, 4)).decode(latents)
+    for name in (str(tmp_path / "pipeline"), str(tmp_path / "half"), named):
+        loaded = decoder_of(name, (5, 4, 4))
+        assert autoencoders.own_convention(name) == loaded.convention == Convention(2.0)
+        assert loaded.dtype == torch.float32 and not autoencoders.samples_only(name)
+        assert (loaded.decode(latents).int() - expected.int()).abs().max() <= 1
+    with pytest.raises(ValueError, match=f"several variants.*autoencoder={tmp_path}/two/diffusion_pytorch"):
+        decoder_of(tmp_path / "two")
+
+
+def test_stable_diffusions_single_file_is_read_as_diffusers_reads_it_and_needs_only_its_scale(tmp_path):
+    """The file alone has LDM's keys, as in a whole pipeline's file. The line that asks for the scale works as it is."""
+    import diffusers
+
+    torch.manual_seed(0)
+    vae = diffusers.AutoencoderKL(**kl(4, 4)[1] | {"block_out_channels": (32,) * 4, "norm_num_groups": 32})
+    vae.save_pretrained(tmp_path / "vae")
+    ldm = {autoencoders.ldm_key(key, 4): value for key, value in vae.state_dict().items()}
+    ldm = {key: value[:, :, None, None] if value.ndim == 2 else value for key, value in ldm.items()}  # as convolutions
+    files = [tmp_path / "my files" / f"{name}.safetensors" for name in ("vae-ft-mse-840000-ema-pruned", "v1-5-pruned")]
+    files[0].parent.mkdir()
+    save_file(ldm | {"model_ema.decay": torch.ones(())}, files[0])
+    save_file({f"first_stage_model.{key}": value for key, value in ldm.items()}, files[1])
+    with pytest.raises(ValueError, match="does not record how its latents are scaled") as refused:
+        autoencoders.load_autoencoder(str(files[0]))
+    subprocess.run(str(refused.value).partition("as in: ")[2], shell=True, check=True)
+    theirs = diffusers.AutoencoderKL.from_single_file(str(files[0]), config=str(tmp_path / "vae")).state_dict()
+    for file in files:
+        assert autoencoders.own_convention(str(file)) == Convention(SD_VAE_SCALE)
+        ours = autoencoders.load_autoencoder(str(file)).vae.state_dict()
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+@pytest.mark.parametrize(("name", "says"), [
+    ("sd_vae_ema", "stabilityai/sd-vae-ft-ema .*run `hf download stabilityai/sd-vae-ft-ema config.json "
+     "diffusion_pytorch_model.safetensors --local-dir sd_vae_ema`, .* autoencoder=./sd_vae_ema"),
+    ("stabilityai/sdxl-vae", "run `hf download stabilityai/sdxl-vae config.json diffusion_pytorch_model.safetensors "
+     "--local-dir sdxl-vae`, or for a pipeline `hf download stabilityai/sdxl-vae vae/config.json "
+     "vae/diffusion_pytorch_model.safetensors --local-dir sdxl-vae`, and set autoencoder=./sdxl-vae"),
+    ("https://huggingface.co/stabilityai/sdxl-vae", "`hf download stabilityai/sdxl-vae config.json .*=./sdxl-vae"),
+])
+def test_a_hub_model_that_is_not_here_is_a_line_with_the_download(name, says, monkeypatch, tmp_path):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ValueError, match="stabilityai/sd-vae-ft-ema.*hf download.*autoencoder=path/to/sd_vae_ema"):
-        autoencoders.load_autoencoder("sd_vae_ema")
+    with pytest.raises(ValueError, match=says):
+        autoencoders.load_autoencoder(name)
+
+
+def test_the_file_that_decodes_is_known_by_its_hash_also_where_it_is_the_default(decoders, monkeypatch, tmp_path):
+    default, other = (Path(make_network(form, tmp_path / form)) for form in ("plain", "one scale"))
+    monkeypatch.setattr(autoencoders, "from_hub", lambda repo, *names, remedy: default)
+    for name, file in {"sd_vae_ema": default / WEIGHTS, str(other): other / WEIGHTS,
+                       "python:own_code.bright": ROOT / "tests/own_code.py"}.items():
+        assert image_sets.describe_weights("x", 1, "ema", name, "fp32", [0], 1)["autoencoder_sha256"] == sha256(file)
+    assert autoencoders.sha256_of("identity") is autoencoders.sha256_of("none") is None
+    shutil.rmtree(other)
+    assert autoencoders.sha256_of(str(other)) is None
 
 
 # ---- code of one's own, and none at all -----------------------------------------------------------------------------
 
 
-class Bright(torch.nn.Module):
-    def forward(self, z: torch.Tensor) -> torch.Tensor:
-        return z[:, :3].repeat_interleave(2, dim=2).repeat_interleave(2, dim=3) * 0.5
-
-
 @pytest.fixture
 def decoders(tmp_path, monkeypatch):
-    """The same decoder twice: a TorchScript file and a module that says when it is imported."""
-    torch.jit.script(Bright()).save(tmp_path / "own.pt")
-    with zipfile.ZipFile(tmp_path / "broken.pt", "w") as archive:
-        archive.writestr("decoder/code/a.py", "")
+    """A module of decoders, which says when it is imported."""
     (tmp_path / "my_decoder.py").write_text(
-        "def decode(z):\n    return z[:, :3].repeat_interleave(2, dim=2).repeat_interleave(2, dim=3) * 0.5\n\n"
+        "from own_code import bright as decode\n\n"
         "def flat(z):\n    return z.flatten(1)\n\n"
         "def grey(z):\n    return z[:, :1]\n\n"
         "def array(z):\n    return decode(z).numpy()\n\n"
@@ -256,29 +318,28 @@ def decoders(tmp_path, monkeypatch):
         "def pair(z):\n    return (decode(z),)\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
-    yield ["own.pt", "python:my_decoder.decode"]
+    yield "python:my_decoder.decode"
     sys.modules.pop("my_decoder", None)
 
 
 def test_a_custom_decoder_gets_the_autoencoders_latents_where_the_user_names_it(decoders):
     latents = torch.linspace(-1, 1, 2 * 4 * 16).view(2, 4, 4, 4)
-    for name in decoders:
-        with pytest.raises(ValueError, match="runs code, so it is loaded only if the command names it"):
-            decoder_of(name)
-        with pytest.raises(ValueError, match="can only decode"):
-            autoencoders.load_autoencoder(name)
+    with pytest.raises(ValueError, match="runs code, so it is loaded only if the command names it"):
+        decoder_of(decoders)
+    with pytest.raises(ValueError, match="can only decode"):
+        autoencoders.load_autoencoder(decoders)
     assert "my_decoder" not in sys.modules
-    for name in decoders:
-        loaded = decoder_of(name, convention=Convention(2.0, 0.25), trusted=True)
-        assert torch.equal(loaded.decode(latents), pixels_to_images(Bright()(latents / 2 + 0.25)))
-        assert (loaded.channels, loaded.downsample) == (4, 2)
-        assert torch.equal(decoder_of(name, trusted=True).decode(latents), pixels_to_images(Bright()(latents)))
+    loaded = decoder_of(decoders, convention=Convention(2.0, 0.25), trusted=True)
+    assert torch.equal(loaded.decode(latents), pixels_to_images(bright(latents / 2 + 0.25)))
+    assert (loaded.channels, loaded.downsample) == (4, 2)
+    assert torch.equal(decoder_of(decoders, trusted=True).decode(latents), pixels_to_images(bright(latents)))
     elsewhere = OwnDecoder("python:x", lambda z: torch.zeros(len(z), 3, 8, 8), (4, 4, 4), "meta")  # meta: a GPU
     assert elsewhere.decode(torch.zeros(2, 4, 4, 4, device="meta")).device.type == "meta"
 
 
 @pytest.mark.parametrize("name, says", [
-    ("python:decode", "is not python:module.function"), ("python:no_such.decode", "No module named.*set PYTHONPATH"),
+    ("python:decode", "is not python:module.function"),
+    ("python:no_such.decode", "No module named.*: start the command with PYTHONPATH="),
     ("python:my_decoder.nothing", "has no attribute 'nothing'"),
     ("python:my_decoder.flat", r"maps one latent \(1, 4, 4, 4\) to \(1, 64\); images are"),
     ("python:my_decoder.grey", r"to \(1, 1, 4, 4\); images are \(1, 3, H, W\)"),
@@ -286,7 +347,6 @@ def test_a_custom_decoder_gets_the_autoencoders_latents_where_the_user_names_it(
     ("python:my_decoder.bytes", "returns torch.uint8: return one floating"),
     ("python:my_decoder.scalar", r"maps one latent \(1, 4, 4, 4\) to \(\); images are"),
     ("python:my_decoder.pair", "returns tuple: return one floating"),
-    ("broken.pt", "broken.pt is not a complete TorchScript file"),
     ("none", "autoencoder=none: these latents cannot be decoded"),
 ])
 def test_what_is_no_decoder_is_refused(decoders, name, says):
@@ -294,9 +354,9 @@ def test_what_is_no_decoder_is_refused(decoders, name, says):
         decoder_of(name, trusted=True)
 
 
-def test_the_example_of_a_decoder_is_one(decoders):
-    runpy.run_path(str(ROOT / "examples" / "own_decoder.py"), run_name="own_decoder")
-    assert decoder_of("own.pt", trusted=True).decode(torch.ones(1, 4, 4, 4)).shape == (1, 32, 32, 3)
+def test_the_example_of_a_decoder_is_one():
+    example = decoder_of("python:examples.own_decoder.decode", trusted=True)
+    assert example.decode(torch.ones(1, 4, 4, 4)).shape == (1, 32, 32, 3)
 
 
 def test_latents_that_only_their_owner_can_decode_are_trained_on_sampled_and_scored_nowhere(shapes, decoders, tmp_path):
@@ -308,7 +368,7 @@ def test_latents_that_only_their_owner_can_decode_are_trained_on_sampled_and_sco
     options = ("data=folder", "steps=1", "samples.every=1", "samples.seeds=0-2", "samples.num_steps=1")
     printed = training_runs.trained(tmp_path / "run", folder, *options)
     assert "autoencoder=none: these latents cannot be decoded here, so no grids are sampled" in printed
-    training_runs.trained(tmp_path / "other", folder, *options, "data.autoencoder=own.pt", "decode_batch_size=2")
+    training_runs.trained(tmp_path / "other", folder, *options, f"data.autoencoder={decoders}", "decode_batch_size=2")
     assert [len(list((tmp_path / name / "samples").glob("*.png"))) for name in ("run", "other")] == [0, 2]
     with pytest.raises(ValueError, match="autoencoder=none: these latents cannot be decoded"):
         image_sets.open_images(one_rank(), "images", str(folder))
@@ -319,10 +379,10 @@ def test_latents_that_only_their_owner_can_decode_are_trained_on_sampled_and_sco
         with pytest.raises(SystemExit, match=says):
             run_command(sample.main, "sample.py", **settings, out="images.npz", autoencoder=autoencoder)
     run_command(sample.main, "sample.py", **settings, out="x.npz", latents=True)
-    run_command(sample.main, "sample.py", **settings, out="images.npz", autoencoder=decoders[1])
+    run_command(sample.main, "sample.py", **settings, out="images.npz", autoencoder=decoders)
     latents = torch.from_numpy(np.load("x.npz")["latents"])
     # What a decoder of one's own makes of a checkpoint's images is what it makes of these latents.
-    expected = pixels_to_images(Bright()((latents / 2 * 2 + 0.1) + 0.5))
+    expected = pixels_to_images(bright((latents / 2 * 2 + 0.1) + 0.5))
     assert torch.equal(torch.from_numpy(np.load("images.npz")["arr_0"]), expected)
-    reference = open_reference(one_rank(), folder, load_extractor(one_rank(), "pixels"), autoencoder=decoders[1])
-    assert reference.images.record["autoencoder"] == decoders[1] and reference.images.count == 300
+    reference = open_reference(one_rank(), folder, load_extractor(one_rank(), "pixels"), autoencoder=decoders)
+    assert reference.images.record["autoencoder"] == decoders and reference.images.count == 300

@@ -1,24 +1,17 @@
-"""A CIFAR-10 classifier's weights -> a TorchScript file of its pooled features, for fid.py features=torchscript.
+"""The features of a CIFAR-10 classifier, for every command that scores:
 
-    python scripts/studies/export_features.py resnet56.th data/resnet56.pt
+    python fid.py … features=python:scripts.studies.resnet56.resnet56 features_weights=data/resnet56.th
 
 The weights are those of github.com/akamaster/pytorch_resnet_cifar10 (BSD-2): a ResNet of He et al. (arXiv 1512.03385,
 section 4.2) with shortcuts that pad channels; 64 features. Distances on these features rank runs; none is an FID.
 """
 
-import argparse
-import io
-import sys
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from runtime.command import program
-from runtime.files import atomic_write
-from runtime.schema import as_path
 from weights.reading import read_tensors
 
 
@@ -56,23 +49,11 @@ class Classifier(nn.Module):
         return x.mean((2, 3))
 
 
-@program
-def main(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("weights", type=as_path)
-    parser.add_argument("out", type=as_path)
-    arguments = parser.parse_args()
-    if arguments.out.exists():
-        raise ValueError(f"{arguments.out} is there already: name another, or move it away.")
-    state = read_tensors(arguments.weights)["state_dict"]
+def resnet56(weights: Path | None, device: torch.device) -> nn.Module:
+    """Loads the classifier from its published file; raises ValueError if none is named."""
+    if weights is None:
+        raise ValueError("resnet56 needs features_weights=path/to/resnet56.th.")
+    state = read_tensors(weights)["state_dict"]
     network = Classifier(depth=2 + 2 * sum(key.endswith("conv1.weight") and "layer" in key for key in state))
     network.load_state_dict({key.removeprefix("module."): value for key, value in state.items()})
-    # One file has one SHA-256: a file's name would be in it, and unfrozen code lists what it uses in any order.
-    scripted = io.BytesIO()
-    torch.jit.save(torch.jit.freeze(torch.jit.script(network.eval()), optimize_numerics=False), scripted)
-    with atomic_write(arguments.out) as partial:
-        partial.write_bytes(scripted.getvalue())
-    print(f"Features of {arguments.weights}: {arguments.out}")
-
-
-if __name__ == "__main__":
-    main()
+    return network.to(device).eval()
