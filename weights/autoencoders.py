@@ -39,6 +39,7 @@ def load_autoencoder(
     if name == "identity":
         return Identity(device, convention)
     file = find_weights(name)
+    refuse_pointer(file)
     if is_diffusers(file):
         return DiffusersAutoencoder(name, _from_folder(file, dtype), device, convention)
     convention = convention or own_convention(name)
@@ -185,7 +186,6 @@ def _from_folder(file: Path, dtype: torch.dtype) -> torch.nn.Module:
     import diffusers  # slow: takes seconds
 
     network = getattr(diffusers, _read_config(file.parent)["_class_name"])
-    refuse_pointer(file)
     try:
         vae, report = network.from_pretrained(
             file.parent, use_safetensors=True, torch_dtype=dtype, local_files_only=True, output_loading_info=True,
