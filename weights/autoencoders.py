@@ -97,7 +97,7 @@ def samples_only(name: str) -> bool:
     """True if an autoencoder encodes to values without a distribution. Reads its config, not its weights."""
     if name in HUB_NAMES or name == NONE or runs_code(name) or (Path(name).is_file() and not is_diffusers(Path(name))):
         return False
-    return name == "identity" or _read_config(find_weights(name).parent)["_class_name"] in SAMPLES_ONLY
+    return name == "identity" or _read_config(find_folder(name))["_class_name"] in SAMPLES_ONLY
 
 
 def own_convention(name: str) -> Convention | None:
@@ -108,15 +108,15 @@ def own_convention(name: str) -> Convention | None:
         return Convention(SD_VAE_SCALE)
     if name == NONE or runs_code(name):
         return None
-    file = find_weights(name)
-    if not is_diffusers(file) and (statistics := file.with_name(STATISTICS)).is_file():
+    folder, is_ldm = find_folder(name), Path(name).is_file() and not is_diffusers(Path(name))
+    if is_ldm and (statistics := folder / STATISTICS).is_file():
         return read_statistics(statistics)
-    if not (beside := file.with_name("config.json")).is_file():
+    if is_ldm and not (beside := folder / "config.json").is_file():
         scale = json.dumps({"_class_name": "AutoencoderKL", "scaling_factor": SD_VAE_SCALE})
         raise ValueError(f"autoencoder={name} does not record how its latents are scaled: put its {STATISTICS} next to "
                          f"it, or type its scale, which is {SD_VAE_SCALE} for Stable Diffusion 1 and 2 and 0.13025 for "
                          f"SDXL, as in: echo '{scale}' > {shlex.quote(str(beside))}")
-    config = _read_config(file.parent)
+    config = _read_config(folder)
     import diffusers  # slow: takes seconds
 
     with torch.device("meta"):  # the class completes older configs, such as that of sd_vae_ema, which has no scale
@@ -130,15 +130,39 @@ def own_convention(name: str) -> Convention | None:
 def find_weights(name: str) -> Path:
     """Finds the weights that a name means: a file, or the one in a folder; those of HUB_NAMES are downloaded once.
 
-    A folder is an autoencoder's or that of a pipeline, whose vae/ it means. Raises ValueError for any other name.
+    Raises ValueError for a name that is neither, and for a folder without weights, or with several variants.
     """
     if repo := HUB_NAMES.get(name):
         return from_hub(repo, "config.json", f"{WEIGHTS}.safetensors", remedy=(
             f"on a machine with internet, run `{_hub_command(repo, name)}`, copy that folder here, and set "
             f"autoencoder=./{name}.")) / f"{WEIGHTS}.safetensors"
+    if Path(name).is_file():
+        return Path(name)
+    folder = find_folder(name)
+    files = sorted(folder.glob(f"{WEIGHTS}*.safetensors"))
+    if (usual := folder / f"{WEIGHTS}.safetensors") in files:
+        return usual
+    if len(files) == 1:
+        return files[0]
+    if files:
+        raise ValueError(f"autoencoder={name} holds several variants of its weights: name one, as in "
+                         f"autoencoder={files[0]}")
+    if (folder / f"{WEIGHTS}.bin").is_file():
+        convert = (f"import diffusers; diffusers.{_read_config(folder)['_class_name']}.from_pretrained('{folder}', "
+                   f"use_safetensors=False).save_pretrained('{folder}')")
+        raise ValueError(f"{folder} holds {WEIGHTS}.bin, a pickle, which is never loaded here. To convert it, tensors "
+                         f'alone, run: python -c "{convert}"')
+    raise ValueError(f"{folder} holds no {WEIGHTS}.safetensors: get it from where its config.json is from.")
+
+
+def find_folder(name: str) -> Path:
+    """Finds the folder of an autoencoder's file, or of its config.json; of a pipeline's folder it is vae/.
+
+    Raises ValueError for any other name.
+    """
     place = Path(name)
     if place.is_file():
-        return place
+        return place.parent
     if not place.is_dir():
         names, repo = ", ".join(["identity", *HUB_NAMES]), name.removeprefix("https://huggingface.co/").strip("/")
         short = repo.rpartition("/")[2]
@@ -151,14 +175,7 @@ def find_weights(name: str) -> Path:
     if not (folder / "config.json").is_file():
         raise ValueError(f"autoencoder={name} has neither config.json nor vae/config.json, as diffusers saves them: "
                          f"name such a folder, or a file of weights.")
-    files = sorted(folder.glob(f"{WEIGHTS}*.safetensors"))
-    if (usual := folder / f"{WEIGHTS}.safetensors") in files:
-        return usual
-    if len(files) == 1:
-        return files[0]
-    raise ValueError(f"autoencoder={name} holds several variants of its weights: name one, as in autoencoder={files[0]}"
-                     if files else f"{folder} holds no {WEIGHTS}.safetensors (pickles, .bin, are not loaded; "
-                     f"save_pretrained writes safetensors).")
+    return folder
 
 
 def _hub_command(repo: str, folder: str, inside: str = "") -> str:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 import shutil
 import subprocess
 import sys
@@ -251,6 +252,20 @@ def test_a_pipelines_folder_and_a_folder_of_one_variant_are_read_as_the_autoenco
         assert (loaded.decode(latents).int() - expected.int()).abs().max() <= 1
     with pytest.raises(ValueError, match=f"several variants.*autoencoder={tmp_path}/two/diffusion_pytorch"):
         decoder_of(tmp_path / "two")
+
+
+def test_a_pickle_is_refused_with_a_line_that_converts_it(tmp_path):
+    name = make_network("one scale", tmp_path / "vae")
+    tensors = load_file(Path(name, WEIGHTS))
+    Path(name, WEIGHTS).unlink()
+    torch.save(tensors, tmp_path / "vae/diffusion_pytorch_model.bin")
+    with pytest.raises(ValueError, match="a pickle, which is never loaded here. To convert it, ") as refused:
+        autoencoders.load_autoencoder(name)
+    python, option, code = shlex.split(str(refused.value).partition("run: ")[2])
+    assert (python, option) == ("python", "-c")
+    exec(code)
+    state = autoencoders.load_autoencoder(name).vae.state_dict()
+    assert all(torch.equal(state[key], tensors[key]) for key in tensors)
 
 
 def test_stable_diffusions_single_file_is_read_as_diffusers_reads_it_and_needs_only_its_scale(tmp_path):
