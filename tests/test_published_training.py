@@ -146,8 +146,9 @@ def train(home: Path, case: dict, trainer: Trainer, command: Callable = run_comm
         np.save(home / "data" / "teacher-00000.npy", tokens.numpy())
     recorded = network | ({"routes": case["routes"]} if network.get("fusion") else {})
     state = begin(build_network(recorded)).state_dict()
-    meta = {"step": 1, "network": recorded, "diffusion": trainer.diffusion,
-            "data": {"autoencoder": "none", "class_names": None}}
+    data = {"autoencoder": "none", "convention": {"scale": 1.0}, "class_names": None, "display_names": None,
+            "classes": None}
+    meta = {"step": 1, "network": recorded, "diffusion": trainer.diffusion, "null_label": True, "data": data}
     checkpoints.save(checkpoints.step_folder(home / "start", 1), {"ema": state, "model": state}, meta)
     routes = ",".join("{" + ",".join(f"{key}: {value}" for key, value in route.items()) + "}"
                       for route in case["routes"])
