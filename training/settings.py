@@ -12,7 +12,7 @@ from pydantic import Field
 from dit import DiT_models, Init
 from objectives import class_of
 from routing_module import Router
-from runtime.device import DTYPES
+from runtime.device import DTYPES, multiplies_bf16
 from runtime.schema import (
     Classes,
     Count,
@@ -60,9 +60,8 @@ def for_depth(blocks: Mapping[int, int], _root_: DictConfig) -> int:
 
 
 def cpu_precision() -> str:
-    """Returns bf16 where the processor has instructions for it (AVX-512 BF16 or AMX), and elsewhere fp32."""
-    has = getattr(torch.cpu, "get_capabilities", dict)()  # older torch, such as 2.11, may lack it: then fp32
-    return "bf16" if has.get("avx512_bf16") or has.get("amx_bf16") else "fp32"
+    """Returns bf16 where the processor has instructions for it, and elsewhere fp32."""
+    return "bf16" if multiplies_bf16(torch.device("cpu")) else "fp32"
 
 
 # In a YAML: ${size_of:${model.backbone_type}}, ${for_depth:{12:4,28:10}}, ${cpu_precision:}
