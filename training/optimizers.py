@@ -56,7 +56,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     a, b, c = COEFFICIENTS
     for _ in range(ITERATIONS):
-        gram = x @ x.mT
+        gram = torch.bmm(x, x.mT)
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if is_tall else x
 
@@ -113,7 +113,7 @@ class Muon(torch.optim.Optimizer):
         if dtype == torch.float32 and multiplies_bf16(device):
             updates = updates.bfloat16()
         updates = sharding.map_shares(orthogonalize, updates, like=matrices[0])
-        updates = torch.where(skipped, 0, updates).to(dtype)
+        updates = updates.masked_fill_(skipped, 0).to(dtype)
         decay = torch.full((), 1 - lr * group["weight_decay"], dtype=dtype, device=device)
         torch._foreach_mul_(weights, decay.masked_fill_(skipped, 1))
         torch._foreach_add_(weights, updates.unbind(), alpha=-0.2 * math.sqrt(max(matrices[0].shape)) * lr)
