@@ -5,12 +5,14 @@ Nothing here changes what is saved: parameters keep their names and their float3
 
 import functools
 import importlib.util
+import inspect
 import logging
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import GradientAccumulationPlugin
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dit import DiT
 from guidance import Guidance
@@ -22,6 +24,7 @@ from training.cuda_graphs import CUDA_GRAPHS
 PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
 COMPILE_MODES = (*CUDA_GRAPHS, "max-autotune-no-cudagraphs")
 TORCHAO = "0.18.0"  # imports with torch 2.11 and 2.15
+BUCKETS = 25        # that DDP exchanges in a step, about, if they are of 25 MiB or more
 
 
 # If torch is built for CUDA, compiling for a CPU looks for CUDA and warns that there is none.
@@ -69,11 +72,18 @@ def compile_to_sample(
 
 
 def replicate(accelerator: Accelerator, objective: nn.Module, sharded: bool = False) -> nn.Module:
-    """Wraps the objective in autocast and, unless FSDP has sharded it already, in DDP."""
-    wrapped = accelerator.prepare_model(objective, evaluation_mode=sharded)
-    if isinstance(wrapped, nn.parallel.DistributedDataParallel):
-        wrapped.broadcast_buffers = False  # they are the same on all ranks; DDP's argument for it is deprecated
-    return wrapped
+    """Wraps the objective in autocast and, in a process group, in DDP, unless FSDP has sharded it already."""
+    wrapped = accelerator.prepare_model(objective, evaluation_mode=True)
+    if sharded or not torch.distributed.is_initialized():
+        return wrapped
+    # Not accelerate's DDP, which it leaves out for a group of one rank. More than BUCKETS exchanges cost the host more
+    # than they overlap with the backward pass.
+    gradients = sum(p.nbytes for p in objective.parameters() if p.requires_grad)
+    batched = {"batched_grad_copy": True} if "batched_grad_copy" in inspect.signature(DDP).parameters else {}  # of 2.15
+    replica = DDP(wrapped, device_ids=[accelerator.device.index] if accelerator.device.type == "cuda" else None,
+                  gradient_as_bucket_view=True, bucket_cap_mb=max(25, gradients / 2**20 / BUCKETS), **batched)
+    replica.broadcast_buffers = False  # they are the same on all ranks; DDP's argument for it is deprecated
+    return replica
 
 
 def check_float8(device: torch.device) -> None:
@@ -118,7 +128,6 @@ def make_accelerator(
             mixed_precision=PRECISIONS[precision],
             cpu=cpu,
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=grad_accum_steps),
-            kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True),
-                             InitProcessGroupKwargs(timeout=ranks.TIMEOUT)],
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=ranks.TIMEOUT)],
             **options,
         )
