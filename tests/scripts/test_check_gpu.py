@@ -27,7 +27,8 @@ def test_a_rehearsal_on_a_cpu_passes_and_its_json_has_its_lines(machine, graphs,
     assert all(f"{row['result']}  {row['check']}: {row['message']}" in printed for row in rows)
     assert {name for name, result in results.items() if result == "PASS"} == {
         "machine", "step, fp32, eager", "step, fp32, compiled", "step, bf16, eager", "stop and resume", "sampling",
-        "speed, DiT-S/2", *(f"no wait, {recipe}" for recipe in check_gpu.RECIPES)}, rows
+        "speed, DiT-S/2", *(f"replays, {precision}, CUDA graphs" for precision in ("fp32", "bf16")),
+        *(f"no wait, {recipe}" for recipe in check_gpu.RECIPES)}, rows
     assert set(results.values()) == {"PASS", "SKIP"} and "0 of" in printed
 
 
