@@ -40,6 +40,7 @@ def update_ema(ema, net):
 }
 
 
+@pytest.mark.timeout(3600)
 def test_every_part_of_the_plan_for_a_gpu_runs_in_a_rehearsal(tmp_path):
     (tmp_path / "official/utils").mkdir(parents=True)
     for name, source in OFFICIAL.items():
