@@ -359,10 +359,10 @@ def check_hashes(record: Path, hashes: dict[Path, str], verify: bool) -> None:
 
 
 def check_labels(labels: np.ndarray, num_classes: int, where: str | Path, remedy: str) -> None:
-    """Raises ValueError, ending in `remedy`, for a label that is not an integer in 0..num_classes - 1."""
+    """Raises ValueError for labels that are no integers, or ending in `remedy`, beyond 0..num_classes - 1."""
     if labels.dtype.kind not in "iu" or labels.ndim != 1:
         raise ValueError(f"{where} has labels of type {labels.dtype} and shape {labels.shape}, not one integer each: "
-                         f"{remedy}.")
+                         f"write int(label), or the place of the 1 in a row of 0 and 1.")
     low, high = labels.min(initial=0), labels.max(initial=0)
     if low < 0 or high >= num_classes:
         bad = low if low < 0 else high
