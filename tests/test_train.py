@@ -27,7 +27,7 @@ from dit import DiT_models
 from edm import EDM
 from runtime import files
 from scripts import prepare_latents
-from train import as_line, report, start_trackers, timed_out_of_speed, train_step
+from train import as_line, main, report, start_trackers, timed_out_of_speed, train_step
 from training import speed
 from training.run import Run, Sums, choose_sizes
 from training.settings import TrainSettings
@@ -404,3 +404,23 @@ def test_batch_and_steps_follow_from_the_number_of_latents(count, ranks, batch_s
                                              optimizer=SimpleNamespace(warmup_steps=500))
     cfg = choose_sizes(settings, SimpleNamespace(num_processes=ranks, print=lambda line: None), count)
     assert (cfg.batch_size, cfg.steps) == (batch_size, steps)
+
+
+def test_a_run_takes_the_sizes_that_are_not_typed_from_the_weights_that_it_starts_from(shapes, tmp_path):
+    """Fine-tuning by another experiment: width, depth, heads, patch and classes are the weights', and it resumes."""
+    trained(tmp_path / "first", shapes, "steps=2", "model.patch_size=8")
+    plain = ["experiment=small_cpu", f"data.path={shapes}", f"run_dir={tmp_path / 'tuned'}", "compile=false",
+             "samples.every=0", "log.trackers=[]", "batch_size=8", "precision=fp32", f"init_from={tmp_path / 'first'}",
+             "optimizer.warmup_steps=0", "optimizer.schedule=constant", "checkpoint.every=1", "cpu=true",
+             "diffusion.sigma_data=0.8"]
+    main(*plain, "steps=1")
+    network = json.loads((tmp_path / "tuned/checkpoints/step-00000001/meta.json").read_text())["network"]
+    assert [network[key] for key in ("hidden_size", "depth", "num_heads", "patch_size", "num_classes")] == [
+        32, 6, 2, 8, 6]
+    (tmp_path / "first").rename(tmp_path / "moved")
+    main(*plain, "steps=2")
+    assert (tmp_path / "tuned/checkpoints/step-00000002").is_dir()
+    for typed, words in (("model.hidden_size=64", "'hidden_size': 32} there, {'hidden_size': 64} here"),
+                         ("model.backbone_type=DiT-S/4", "another network")):
+        with pytest.raises(ValueError, match=words):
+            main(*(word.replace("first", "moved").replace("tuned", "other") for word in plain), "steps=1", typed)

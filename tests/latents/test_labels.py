@@ -283,6 +283,9 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
                       ["has the columns img, fine_label, not image and label: set image_column= and label_column="]),
     "other columns, as typed": ({"x.parquet": parquet(img=[png(0)], kind=["cat"])}, "x.parquet",
                                 {"image": "img", "label": "kind"}, "cat"),
+    "an imagefolder's to_parquet": ({"x.parquet": parquet(image=pa.array(
+        [{"bytes": None, "path": "/a/0.png"}], pa.struct([("bytes", pa.binary()), ("path", pa.string())])), label=[0])},
+        "x.parquet", {}, ["the paths of its images alone", "save_to_disk('x'), then data"]),
     "parquet of paths": ({"x.parquet": parquet(image=["0.png"], label=[0])}, "x.parquet", {}, ["has the type string"]),
     **{f"parquet of {kind}": ({"x.parquet": parquet(image=pa.array([png(0)]).cast(kind), label=["cat"])}, "x.parquet",
                               {}, "cat") for kind in (pa.large_binary(), pa.dictionary(pa.int32(), pa.binary()))},
