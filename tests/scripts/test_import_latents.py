@@ -394,6 +394,26 @@ def test_the_lines_that_rewrite_pickles_one_trusts_make_tars_that_are_read(tmp_p
     assert np.array_equal(arrays["latents"][:, :4], (values[:, :4] * SCALE).astype(np.float16))
 
 
+def test_the_lines_that_rewrite_mars_cache_make_tars_that_are_read(tmp_path, monkeypatch):
+    """LTH14/mar#52: main_cache.py's moments and moments_flip, [mean, log-variance] of 16 channels, scaled by 0.2325."""
+    import re
+
+    sides = {key: np.concatenate([normal(COUNT, 16, 8, 8, seed=i, std=4.3), np.full((COUNT, 16, 8, 8), -9, np.float32)],
+                                 axis=1) for i, key in enumerate(("moments", "moments_flip"))}
+    for i, label in enumerate(LABELS):
+        (tmp_path / f"cached/n{label}").mkdir(parents=True, exist_ok=True)
+        np.savez(tmp_path / f"cached/n{label}/{i:02d}.JPEG.npz", **{key: values[i] for key, values in sides.items()})
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/interop.md").read_text(), flags=re.S)
+    [code] = [lines for lines in blocks if "mar.tar" in lines]
+    exec(compile(code, "docs/interop.md", "exec"), {})
+    settings = {"kind": "moments", "scale": 0.2325, "autoencoder": "none"}
+    metadata, arrays = import_latents("mar.tar", tmp_path / "out", "tread", **settings)
+    assert metadata["scale"] == 0.2325 and arrays["labels"].tolist() == np.repeat(LABELS, 2).tolist()
+    for side, values in enumerate(sides.values()):
+        assert np.array_equal(arrays["latents"][side::2, :16], (values[:, :16] * np.float32(0.2325)).astype(np.float16))
+
+
 # ---- resuming -------------------------------------------------------------------------------------------------------
 
 
