@@ -299,6 +299,11 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
 
 @pytest.mark.parametrize(("files", "source", "settings", "expected"), SITUATIONS.values(), ids=SITUATIONS)
 def test_the_classes_are_right_or_a_line_says_what_to_type(tmp_path, files, source, settings, expected):
+    judge(tmp_path, files, source, settings, expected)
+
+
+def judge(tmp_path: Path, files: dict, source: str, settings: dict, expected: str | list[str]) -> None:
+    """Compares what a situation gives with its row of SITUATIONS."""
     for name, content in files.items():
         if isinstance(content, dict):
             (put_zip if name.endswith(".zip") else put_tar)(tmp_path / name, content)
