@@ -115,16 +115,11 @@ def number_classes(classes: Sequence[object], listed: Sequence[object], where: s
 def read_cls(listing: Listing, names: list[str]) -> list[str | None]:
     """Reads the .cls beside each image; None if there is none. Raises ValueError for one that is not text."""
     place = {name: i for i, name in enumerate(listing.names) if name.endswith(".cls")}
-
-    def read(name: str) -> str | None:
-        if (beside := cls_beside(name, place)) is None:
-            return None
-        try:
-            return listing.read(place[beside]).decode().strip()
-        except UnicodeDecodeError:
-            raise ValueError(f"labels=cls: {beside} is not text in UTF-8: write a number or a name.") from None
-
-    return [*map(read, names)]
+    beside = [cls_beside(name, place) for name in names]
+    try:
+        return [None if file is None else listing.read(place[last := file]).decode().strip() for file in beside]
+    except UnicodeDecodeError:
+        raise ValueError(f"labels=cls: {last} is not text in UTF-8: write a number or a name.") from None
 
 
 def cls_beside(name: str, present: Container[str]) -> str | None:
@@ -170,15 +165,13 @@ def read_label_file(file: str, listing: Listing, columns: Columns) -> dict[str, 
 
 def parse_dataset(content: bytes) -> dict[str, object] | None:
     """Reads the class of each name in EDM's dataset.json; None for `"labels": null`. Raises ValueError for others."""
-    form = 'not EDM\'s {"labels": [[name, class], …]}: write that, or a .csv, as docs/data.md shows'
     record = parse_json(content)
-    if not isinstance(record, dict) or "labels" not in record:
-        raise ValueError(f"it is {form}")
-    pairs = record["labels"]
-    if pairs is not None and not (isinstance(pairs, list) and all(
-            isinstance(pair, list) and len(pair) == 2 for pair in pairs)):
-        raise ValueError(f"its labels are {form}")
-    return None if pairs is None else by_name(pairs)
+    pairs = record.get("labels", ()) if isinstance(record, dict) else ()
+    if pairs is None:
+        return None
+    if not isinstance(pairs, list) or any(not isinstance(pair, list) or len(pair) != 2 for pair in pairs):
+        raise ValueError('it is not EDM\'s {"labels": [[name, class], …]}: write that, or a .csv as in docs/data.md')
+    return by_name(pairs)
 
 
 def by_name(pairs: Iterable[Sequence]) -> dict[str, object]:

@@ -297,9 +297,8 @@ def make_run(cfg: TrainSettings, accelerator: Accelerator) -> Run:
         speed.check_float8(accelerator.device)
     if cfg.init_from is not None:
         latest = ranks.from_main(accelerator, partial(latest_checkpoint, Path(cfg.run_dir)))
-        record = None if latest else find_on_main_rank(accelerator, cfg.init_from).record
-        network = latest[1]["network"] if latest else record and record.network
-        cfg = sized_like(cfg, network) if network else cfg
+        cfg = sized_like(cfg, latest[1]["network"] if latest else
+                         find_on_main_rank(accelerator, cfg.init_from).record.network)
     latents = open_data(cfg, accelerator)
     cfg = choose_sizes(cfg, accelerator, latents.count)
     record = describe_run(cfg, latents, accelerator.num_processes, accelerator.device)

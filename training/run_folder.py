@@ -15,7 +15,6 @@ from torch import nn
 from autoencoder import Convention
 from dit import LabelEmbedder
 from guidance import Guidance
-from latents.loader import find_damaged
 from objectives import class_of, own_state, trained_parameters
 from runtime import files, ranks, sharding
 from runtime.schema import (
@@ -296,20 +295,13 @@ def save(run: Run) -> None:
 
 def require_gradients(run: Run, skipped: int) -> None:
     """Raises ValueError, with the cause and the remedy, if too many steps in a row were skipped."""
-    cfg, taken = run.cfg, run.images // run.cfg.batch_size
-    if skipped < min(cfg.max_skipped_in_row, cfg.steps):  # in a short run, all of its steps
+    if skipped < min(run.cfg.max_skipped_in_row, run.cfg.steps):  # in a short run, all of its steps
         return
-    damaged = find_damaged(run.latents, cfg.batch_size, cfg.seed, range(taken - skipped, taken), run.objective.arrays)
     last_good = checkpoints.last_sound(run.folder, run.step - skipped)
     remedy = (f"Move checkpoints newer than {last_good} away to resume from it" if last_good else
               f"There is no good checkpoint: move {run.folder} away, or set name=<another>")
-    remedy += "; and lower optimizer.lr, set optimizer.clip_norm=1 or precision=fp32."
-    if damaged:
-        then = "the same command resumes" if checkpoints.all_steps(run.folder) else f"move {run.folder} away"
-        remedy = (f"The data hold NaN or infinity in {len(damaged)} of these batches, first in {damaged[0]}: prepare "
-                  f"them again, and {then}." + f" {remedy}" * (len(damaged) < skipped))
     raise ValueError(f"the last {skipped} steps had no finite gradient and were skipped: the run stops at step "
-                     f"{run.step}. {remedy}")
+                     f"{run.step}. {remedy}; and lower optimizer.lr, set optimizer.clip_norm=1 or precision=fp32.")
 
 
 # ---- the folder -----------------------------------------------------------------------------------------------------

@@ -177,7 +177,7 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     "one-hot labels": (EDM | dataset([[name, [0.0, 1.0]] for name in EDM]), "", BY_DATASET,
                        ["label [0.0, 1.0], which is neither"]),
     "a dict of labels": (EDM | {"dataset.json": json.dumps({"labels": dict(PAIRS)})}, "", BY_DATASET,
-                         ["its labels are not EDM's {", "write that, or a .csv"]),
+                         ["it is not EDM's {", "write that, or a .csv"]),
     "a list without labels": (EDM | {"dataset.json": "[]"}, "", BY_DATASET, ["as it is not EDM's {"]),
     "a key given twice": (EDM | {"dataset.json": '{"labels": [], "labels": null}'}, "", BY_DATASET,
                           ["'labels' is given twice"]),

@@ -332,7 +332,7 @@ REFUSED = [  # what was brought, settings, words
     (made(write_repa, gone(JSON)), REPA, "vae-sd/dataset.json, the labels of the files beside it: copy it there"),
     (made(write_repa, relabel(lambda _, label: str(label))), REPA, "not one integer each: write int(label), or"),
     (made(write_repa, relabel(lambda _, label: label / 1)), REPA, "of type float64"),
-    (made(write_repa, put(JSON, '{"labels": {"a": 0}}')), REPA, "its labels are not EDM's"),
+    (made(write_repa, put(JSON, '{"labels": {"a": 0}}')), REPA, "it is not EDM's"),
     (made(write_repa, put(JSON, '{"labels": [["a.npy", 0], ["a.npy", 1]]}')), REPA, "it gives a.npy two classes"),
     (made(write_repa, put(JSON, '{"labels": null, "labels": []}')), REPA, "'labels' is given twice"),
     (made(write_repa, put("vae-sd/00000/more.npy", npy(moments()[0]))), REPA, "more.npy' has no label"),
