@@ -62,10 +62,11 @@ def default_grid(cfg: GridSettings, config_name: str, trained: Trained, ending: 
     checkpoint, path = trained.checkpoint, Path(cfg.checkpoint)
     if checkpoint.run is not None:
         return files.inside(checkpoint.run, "samples", f"{checkpoint.folder.name}-{trained.weights}{ending}")
-    if path.exists():
-        return checkpoint.folder / f"{trained.weights}{ending}"
     # What does not exist is a name of the Hugging Face Hub; its grids are written here.
-    return Path(f"{'-'.join(path.parts)}{f'-{cfg.weights}' if cfg.weights else ''}{ending}")
+    place, stem = Path(), f"{'-'.join(path.parts)}{f'-{cfg.weights}' if cfg.weights else ''}"
+    if path.exists():  # beside the folder, which may be published as it is
+        place, stem = checkpoint.folder.resolve().parent, f"{checkpoint.folder.resolve().name}-{trained.weights}"
+    return place / f"{stem}{ending}"
 
 
 def sample_all(

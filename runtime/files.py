@@ -167,9 +167,14 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def parse_json(content: str | bytes) -> Any:
-    """Parses JSON, in UTF-8 or UTF-16; raises ValueError for anything else."""
+    """Parses JSON, in UTF-8 or UTF-16; raises ValueError for anything else, and for a key that is given twice."""
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(found := dict(pairs)) < len(pairs):
+            raise ValueError(f"{max(keys := [key for key, _ in pairs], key=keys.count)!r} is given twice")
+        return found
+
     try:
-        return json.loads(content)
+        return json.loads(content, object_pairs_hook=once)
     except RecursionError:
         raise ValueError("its lists or objects are nested too deeply") from None
 

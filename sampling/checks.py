@@ -19,6 +19,8 @@ def sampler_settings(diffusion: EDM | RF, chosen: Mapping[str, float | str | Non
 
     defaults, sampler = settings_of(diffusion.sample), f"the sampler of {type(diffusion).__name__}"
     chosen = {name: value for name, value in chosen.items() if value is not None}
+    if "solver" not in defaults and chosen.get("solver") == "heun":     # its only one, by name
+        del chosen["solver"]
     # A solver may be a method with settings of its own, sample_ancestral for instance.
     solver = getattr(diffusion, f"sample_{chosen.get('solver')}", None) if "solver" in defaults else None
     if solver is not None:

@@ -1,6 +1,7 @@
 """Seeds -> images, over ranks, and the cost of sampling."""
 
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -90,12 +91,13 @@ def generate(
 ) -> Iterator[Batch]:
     """Samples this rank's images batch by batch: rank r takes the r-th part of each world · batch_size seeds.
 
-    All batches are full, so that shapes and results are the same bit for bit on one rank and on several. Where seeds
-    run out, copies with seed -1 fill the batch. `gathered` joins the ranks' parts in order and drops copies.
+    All batches are full: where seeds run out, copies with seed -1 fill the batch. So with at least world · batch_size
+    seeds, shapes and results are the same bit for bit on one rank and on several; with fewer, which make smaller
+    batches, they are the same up to rounding. `gathered` joins the ranks' parts in order and drops copies.
     """
     device = next(net.parameters()).device
     batch_size = min(batch_size, max(1, math.ceil(len(seeds) / state.num_processes)))
-    silent = progress is None or not state.is_main_process
+    silent, began, said = progress is None or not state.is_main_process, time.perf_counter(), 0
     bar = tqdm(total=len(seeds), desc=progress, unit="img", disable=silent or None)
     for start in range(0, len(seeds), batch_size * state.num_processes):
         first = start + batch_size * state.process_index
@@ -109,7 +111,12 @@ def generate(
             latents = diffusion.sample(net, unit, y, num_steps=num_steps, guidance=guidance,
                                        randn_like=noise.randn_like, **sampler)
         yield torch.tensor(sampled + [-1] * pad), batch_labels, decode(latents)
-        bar.update(min(batch_size * state.num_processes, len(seeds) - start))
+        done = min(start + batch_size * state.num_processes, len(seeds))
+        bar.update(done - start)
+        if bar.disable and not silent and (said == 0 or 10 * done // len(seeds) > said):  # in a pipe or a notebook
+            said, seconds = max(1, 10 * done // len(seeds)), time.perf_counter() - began
+            print(f"{progress}: {done:,} of {len(seeds):,} images in {seconds:,.0f} s, about "
+                  f"{seconds * (len(seeds) / done - 1):,.0f} s to go")
     bar.close()
 
 

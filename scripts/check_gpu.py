@@ -12,6 +12,7 @@ compared with float32 on the same machine.
 
 import copy
 import gc
+import importlib.util
 import json
 import math
 import os
@@ -27,6 +28,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object, send_to_device
+from huggingface_hub import try_to_load_from_cache
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,12 +41,14 @@ from runtime.command import command, commit, compose
 from runtime.device import device_name
 from runtime.schema import Location, Settings, Text, first_line, read
 from sampling.generate import generate
+from scoring.features import ADM_GRAPH_URL, INCEPTION_URL
 from scripts import benchmark
 from train import train_step, trained_weights, update_ema
 from training import cuda_graphs, speed
 from training.cuda_graphs import record_passes, record_update
 from training.optimizers import build_optimizer
 from training.run import Sums
+from weights.autoencoders import HUB_NAMES
 from weights.records import build_network
 
 # Largest relative differences of loss and gradient norm, over three steps, from those of the CPU in float32.
@@ -123,6 +127,20 @@ def make_stepper(
     update = record_update(accelerator, prepared, how, num_parts)
     return partial(train_step, accelerator, called, objective, prepared, num_parts=num_parts, update=update,
                    **{"label_dropout": 0.0, "clip_norm": None, **options})
+
+
+def check_downloads(machine: Machine) -> str:
+    """Names what the pages' commands download or import and is not here, as a node may have no network."""
+    cached = partial(try_to_load_from_cache, filename="diffusion_pytorch_model.safetensors")
+    there = Path(torch.hub.get_dir()) / "checkpoints"
+    needed = {
+        **{f"{repo} (autoencoder={name})": isinstance(cached(repo), str) for name, repo in HUB_NAMES.items()},
+        **{f"{url.rpartition('/')[2]} in {there} (features={name})": (there / url.rpartition("/")[2]).is_file()
+           for name, url in (("inception", INCEPTION_URL), ("adm", ADM_GRAPH_URL))},
+        "TensorFlow (features=adm)": importlib.util.find_spec("tensorflow") is not None}
+    missing = [name for name, is_here in needed.items() if not is_here]
+    require(not missing, f"not here, so fetch before the network is gone: {', '.join(missing)}")
+    return f"{', '.join(needed)} are here"
 
 
 # ---- the same step on a CPU and here --------------------------------------------------------------------------------
@@ -393,6 +411,7 @@ def check_machine(machine: Machine) -> str:
 
 CHECKS: dict[str, Callable[[Machine], str]] = {
     "machine": check_machine,
+    "downloads": check_downloads,
     **{f"step, {precision}, {mode}": partial(check_step, precision=precision, mode=mode)
        for precision in TOLERANCES for mode in COMPILED},
     "FSDP": check_fsdp,

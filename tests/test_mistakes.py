@@ -83,8 +83,10 @@ TYPED = {
         ("sharding=fsdp", "compile=reduce-overhead", "compile=reduce-overhead"),
     ],
     "sample": [
-        ("checkpoint=null", "checkpoint="), ("checkpoint=latents", "latents"), ("weights=best", "weights=best"),
-        ("classes=fish", "circle"), ("classes=9", "class 9"), ("classes=ant,bee", "'classes=[ant,bee]'"),
+        ("checkpoint=null", "checkpoint="), ("checkpoint=latents", "latents"), ("out=map.json", "neither a grid"),
+        ("runs/x", "did you mean checkpoint=runs/x?"), ("weights=best", "weights=best"),
+        ("classes=fish", "circle"), ("classes=9", "class 9"),
+        ("classes=ant,bee", "write \"classes='ant,bee'\" or \"classes=[ant,bee]\""),
         ("seeds=3-1", "seeds=0-63"), ("seeds=[0,-3]", "-3"), ("seeds=abc", "seeds=abc is not understood"),
         ("seeds=[9223372036854775808]", "is too large: 2^63 - 1"), ("seeds=0-18446744073709551615", "2^63 - 1"),
         ("guidance=cfg", "interval=[5,1]", "interval=[5.0, 1.0] does not fit"), ("drop_label=false", "scale=1.5"),

@@ -162,6 +162,9 @@ WITHOUT_EFFECT = {
     "data.verify",
 }
 ONLY_AT_START = {"model.name", "model.init", "new_label_table"}  # a resumed run does not read them
+# What a run takes from the weights of init_from= unless it is typed: `check_settings` leaves what is as fields_set.
+SIZES = {"model": ["hidden_size", "depth", "num_heads", "patch_size"],
+         "data": ["channels", "input_size", "num_classes"]}
 
 
 class TrainSettings(Settings):
@@ -207,7 +210,20 @@ def check_settings(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> Trai
     check_scales(cfg)
     if "optimizer.warmup_steps" in cli_overrides and (unfinished := describe_unfinished_warmup(cfg)):
         raise ValueError(f"{unfinished} Shorten it.")
-    return cfg
+    sized = {"size", "model.backbone_type"} & cli_overrides.keys()
+    return cfg.model_copy(update={name: group.model_construct(
+        {key for key in SIZES[name] if f"{name}.{key}" in cli_overrides or sized and name == "model"}, **dict(group))
+        for name, group in (("model", cfg.model), ("data", cfg.data))})
+
+
+def sized_like(cfg: TrainSettings, network: Mapping[str, object]) -> TrainSettings:
+    """Takes the sizes that are not typed from a network's record; the shape of latents is then that of their folder."""
+    model = {key: network[key] for key in SIZES["model"] if key not in cfg.model.model_fields_set}
+    data = {key: None for key in SIZES["data"] if key not in cfg.data.model_fields_set}
+    if "num_classes" in data and not cfg.new_label_table:
+        data["num_classes"] = network["num_classes"]
+    return cfg.model_copy(update={"model": cfg.model.model_copy(update=model),
+                                  "data": cfg.data.model_copy(update=data)})
 
 
 def describe_unfinished_warmup(cfg: TrainSettings) -> str | None:

@@ -384,3 +384,40 @@ def test_a_weak_network_of_other_classes_or_latents_is_refused_where_it_has_a_la
     with pytest.raises(SystemExit, match=message) if message else nullcontext():
         sample(strong, tmp_path / "x.npz", "seeds=0", f"weak={weak}", "scale=1.5", "gamma1=0", "gamma2=0",
               f"drop_label={str(drop_label).lower()}")
+
+
+def test_as_many_seeds_as_fill_all_ranks_give_the_same_bits_on_one_rank_and_on_two(run):
+    """With fewer seeds, batches are smaller, so that images are the same up to rounding."""
+    trained, images = load_trained(run), {}
+    for world in (1, 2):
+        for rank in range(world):
+            state = SimpleNamespace(num_processes=world, process_index=rank, is_main_process=rank == 0)
+            for seeds, _, batch in generate(state, trained.net, trained.diffusion, lambda x: x, [*range(18)],
+                                            [0] * 18, batch_size=8, num_steps=2):
+                images |= {(world, seed): image for seed, image in zip(seeds.tolist(), batch, strict=True)}
+    assert all(torch.equal(images[1, seed], images[2, seed]) for seed in range(18))
+
+
+def test_in_a_pipe_a_line_says_after_the_first_batch_and_each_ten_percent_how_long_it_takes(run, tmp_path, capsys):
+    sample(run, tmp_path / "x.npz", "seeds=0-39", "batch_size=1")
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("sampling: ")]
+    assert [line.split()[1] for line in lines] == ["1", "8", "12", "16", "20", "24", "28", "32", "36", "40"]
+    assert all("of 40 images in" in line and line.endswith("s to go") for line in lines)
+
+
+def test_edm_accepts_its_solver_by_name_and_a_file_is_no_folder_for_pictures(run, tmp_path):
+    for name, options in (("a.npz", []), ("b.npz", ["sampler.solver=heun"])):
+        sample(run, tmp_path / name, "seeds=0-1", *options)
+    one, other = (np.load(tmp_path / name)["arr_0"] for name in ("a.npz", "b.npz"))
+    assert np.array_equal(one, other)
+    (tmp_path / "notes").write_text("mine")
+    with pytest.raises(SystemExit, match="notes is a file: name a folder"):
+        sample(run, tmp_path / "notes", "seeds=0-1")
+    assert (tmp_path / "notes").read_text() == "mine"
+
+
+def test_a_grid_of_a_published_folder_lies_beside_it(run, tmp_path):
+    folder = shutil.copytree(checkpoints.step_folder(run, 2), tmp_path / "published")
+    before = {*folder.iterdir()}
+    sample(folder, None, "seeds=0-3")
+    assert {*folder.iterdir()} == before and [*tmp_path.glob("published-ema*.png")]
