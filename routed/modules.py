@@ -8,32 +8,40 @@ import copy
 import threading
 import weakref
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.module_tracker import ModuleTracker
 
 from routed.sealed import unsealed
 
-TRACKER = ModuleTracker()       # whose `is_bw` is true inside a backward
+
+def backward_id() -> int:
+    """Returns the number of the backward that this thread is in, or -1. torch has no public name for it."""
+    return torch._C._current_graph_task_id()
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """True after `module.compile()`. torch has no public name for it."""
+    return getattr(module, "_compiled_call_impl", None) is not None
 
 
 class Backward(threading.local):
-    """The pass that the backward of this thread has reached, or none if it has reached a dense one.
+    """The pass that the backward of this thread has reached: a pass, False for a dense one, or None if unknown.
 
-    Hooks on the gradients of a block's output set it, before a checkpoint around the block recomputes it. So the pass
-    is known there, wherever and in whatever order backward is called. Outside of a backward nothing reads it.
+    Hooks on the gradients of outputs set it, before a checkpoint recomputes what lies behind them. So the pass is known
+    there, wherever and in whatever order backward is called.
     """
 
     run: Callable[[], Any] = staticmethod(lambda: None)     # a weak reference
+    depth, number = -1, -1      # the number of blocks before the output that was reached; the backward's
 
-    def reach(self, run: Any, _gradient: Tensor | None = None) -> None:
-        self.run = weakref.ref(run)
+    def reach(self, run: Any, depth: int, _gradient: Tensor | None = None) -> None:
+        self.run, self.depth, self.number = weakref.ref(run) if run else lambda: run, depth, backward_id()
 
-    def clear(self, _gradient: Tensor | None = None) -> None:
-        self.run = Backward.run
+    def reached(self, number: int) -> tuple[Any, int]:
+        return (self.run(), self.depth) if self.number == number else (None, -1)
 
 
 BACKWARD = Backward()
@@ -52,17 +60,28 @@ class Entry:
         routing = None if self.routing is None or self.routing.pauses else self.routing
         if torch.compiler.is_compiling():
             return forward(*args, **kwargs) if routing is None else routing.call(self.block, forward, args, kwargs)
-        if TRACKER.is_bw:                   # recomputes the network, or a block of the pass that was reached
-            run = BACKWARD.run()
-            block = run and run.routing.block_of.get(module)
-            return run.recompute(block, forward, args, kwargs) if block else forward(*args, **kwargs)
+        if (number := backward_id()) >= 0:
+            return self.recompute(module, routing, number, forward, args, kwargs)
         if routing is not None and threading.get_ident() == routing.thread:
             return routing.call(self.block, forward, args, kwargs)
         output = forward(*args, **kwargs)
         for x in output if isinstance(output, tuple | list) else [output]:
             if isinstance(x, Tensor) and x.grad_fn is not None and torch.is_grad_enabled():
-                x.register_hook(BACKWARD.clear)
+                x.register_hook(partial(BACKWARD.reach, False, -1))
         return output
+
+    def recompute(self, module: nn.Module, routing: Any, number: int, forward: Callable, args: tuple, kwargs: dict,
+                  ) -> Any:
+        """Calls a block that a backward recomputes in the pass that was reached; a network leaves that to its blocks."""
+        run, depth = BACKWARD.reached(number)
+        if self.block is None and run is not False and not (run and depth == len(run.routing.blocks)):
+            if routing is not None and routing.active is None:
+                raise ValueError(f"A backward inside routed() recomputes {type(module).__name__}, and it is not known "
+                                 f"in which pass: put the checkpoint around the network or its blocks, not around the "
+                                 f"loss, or call backward of a dense pass outside.")
+            BACKWARD.reach(False, -1)
+        block = run and run.routing.block_of.get(module)
+        return run.recompute(block, forward, args, kwargs) if block else forward(*args, **kwargs)
 
 
 class RoutedModule:
@@ -84,10 +103,10 @@ class RoutedModule:
         if not isinstance(self, RoutedModule):
             return type(self).forward(self, *args, **kwargs)
         entry = self._routed
-        if entry is None or entry.sealing is None or torch.compiler.is_compiling():
+        if entry is None or torch.compiler.is_compiling() or entry.sealing is None and backward_id() < 0:
             return super().forward(*args, **kwargs)
-        args, kwargs = unsealed((args, kwargs))
-        return entry.sealing(super().forward(*args, **kwargs))
+        output = super().forward(*unsealed(args), **{name: unsealed(value) for name, value in kwargs.items()})
+        return output if entry.sealing is None else entry.sealing(output)
 
     def __reduce_ex__(self, protocol: int) -> tuple:
         if self._routed is not None and self._routed.routing is not None:
@@ -161,8 +180,3 @@ def uninstall(module: nn.Module) -> None:
     if not entry.holders:
         object.__setattr__(module, "__class__", own_class(module))
         del vars(module)["_routed"]
-
-
-def is_compiled_in_place(module: nn.Module) -> bool:
-    """True after `module.compile()`. torch has no public name for it."""
-    return getattr(module, "_compiled_call_impl", None) is not None

@@ -75,14 +75,14 @@ class Pass:
                              f"route needs each of the {depth} blocks once, from the first to the last.")
         self.last = block
 
-    def mark(self, output: Any) -> None:
+    def mark(self, output: Any, depth: int) -> None:
         """Lets the backward through an output say which pass it is; until its graph is freed, the pass is pending."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or self.recomputes:
             return
         for value in leaves(output):
             if isinstance(value, Tensor) and value.grad_fn is not None:
                 self.routing.wait_for(self)
-                value.register_hook(partial(BACKWARD.reach, self))
+                value.register_hook(partial(BACKWARD.reach, self, depth))
 
     def recompute(self, block: RouteBlock, forward: Callable, args: tuple, kwargs: dict) -> Any:
         """Calls a block again in a backward, with the kept tokens of this pass."""
@@ -97,7 +97,7 @@ class Pass:
         arguments = {block.name_of(i): value for i, value in enumerate(args)} | kwargs
         given = only_element(arguments.get(block.tokens))
         if not torch.compiler.is_compiling() and block.route is not None:
-            arguments = unsealed(arguments, partial(self.may_open, block))
+            arguments = {name: unsealed(value, partial(self.may_open, block)) for name, value in arguments.items()}
         x = only_element(arguments.get(block.tokens))
         if block.text is not None:
             self.text = arguments[block.text].shape[1]
@@ -121,7 +121,7 @@ class Pass:
             output, x = self.leave(kept, output, taken)
         if not self.recomputes:
             self.returned = block, x
-        self.mark(output)
+        self.mark(output, block.index)
         return self.sealed(block, output, x)
 
     def by_name(self, block: RouteBlock, forward: Callable, args: tuple, kwargs: dict) -> Callable:
@@ -131,9 +131,10 @@ class Pass:
         """
         hides = not torch.compiler.is_compiling() and self.routing.options.probe and not is_compiled_in_place(
             block.module) and "forward" not in vars(block.module)
+        hides_input = hides and not hasattr(block.module, "unshard")        # FSDP2's hook computes with it
 
         def call(arguments: dict, function: Callable = forward) -> Any:
-            if hides:
+            if hides_input:
                 arguments = arguments | {block.tokens: mapped(
                     lambda x: seal(x, self, block) if type(x) is Tensor else x, arguments[block.tokens])}
             positional = [arguments[block.name_of(i)] for i in range(len(args))]
@@ -143,7 +144,9 @@ class Pass:
             entry = block.module._routed
             outer, entry.sealing = entry.sealing, partial(self.hidden, block)
             try:
-                return unsealed(function(*positional, **named))
+                output = function(*positional, **named)
+                x = tokens_in(output, block)
+                return replaced(output, block, unsealed(x)) if isinstance(x, Sealed) else output
             finally:
                 entry.sealing = outer
         return call

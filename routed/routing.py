@@ -180,7 +180,7 @@ class Routing:
             raise ValueError(f"The network returns what block {read[0].after.index} returns, with some tokens on a "
                              f"route, as features: start or end the route there, or do not ask for them.")
         if run.is_pending:
-            run.mark(output)
+            run.mark(output, len(self.blocks))
         return output
 
     def try_uncompiled(self, module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> None:

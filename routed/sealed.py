@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from routed.nested import leaves, mapped
@@ -29,17 +30,15 @@ class Sealed(Tensor):
         sealed = next(part for part in (*leaves(args), *leaves(kwargs)) if isinstance(part, Sealed))
         is_write = name in WRITES or name.endswith("_") and not name.endswith("__") or "out" in kwargs
         if not is_write and name not in READS:
-            result = function(*unsealed(args), **unsealed(kwargs))
+            args, kwargs = mapped(lambda part: part.raw if isinstance(part, Sealed) else part, (args, kwargs))
+            result = function(*args, **kwargs)
             if result is sealed.raw:
                 return sealed
-            if name == "to" and args[0] is sealed:
+            if name == "to" and (torch.is_grad_enabled() or not sealed.raw.requires_grad):
                 return seal(result, sealed.run, sealed.after)
             if not any(isinstance(part, Tensor) for part in leaves(result)):
                 return result
-        raise ValueError(f"After block {sealed.after.index} of {sealed.after.spec.path}, with some tokens on a route, "
-                         f"the network or a hook computes with the others ({name}): a residual, skip, feature or loss "
-                         f"outside of the blocks would miss the routed tokens. Name blocks that contain it, start or "
-                         f"end the route there, or set probe=False if it treats each token alone.")
+        raise computed(sealed, name)
 
 
 def seal(x: Tensor, run: Any, after: Any) -> Tensor:
@@ -49,11 +48,19 @@ def seal(x: Tensor, run: Any, after: Any) -> Tensor:
 
 
 def unsealed(value: Any, check: Callable[[Sealed], None] = lambda sealed: None) -> Any:
-    """Returns an argument or an output with raw tokens in it, after a check of those that are sealed."""
-    def raw(part: Any) -> Any:
-        if isinstance(part, Sealed):
-            check(part)
-            return part.raw
-        return part
+    """Returns raw tokens, also in a tuple or a list of them alone; other lists remain, as a block may append to one."""
+    if isinstance(value, Sealed):
+        check(value)
+        return value.raw
+    if isinstance(value, tuple) or isinstance(value, list) and len(value) == 1:
+        parts = [unsealed(part, check) for part in value]
+        if any(part is not old for part, old in zip(parts, value, strict=True)):
+            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value
 
-    return mapped(raw, value) if any(isinstance(part, Sealed) for part in leaves(value)) else value
+
+def computed(sealed: Sealed, name: str) -> ValueError:
+    return ValueError(f"After block {sealed.after.index} of {sealed.after.spec.path}, with some tokens on a route, the "
+                      f"network or a hook computes with the others ({name}): a residual, skip, feature or loss outside "
+                      f"of the blocks would miss the routed tokens. Name blocks that contain it, start or end the "
+                      f"route there, or set probe=False if it treats each token alone.")

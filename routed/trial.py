@@ -164,8 +164,8 @@ def offer(kept: Any, call: Callable, unnamed: Mapping[Any, list], may_try: bool)
     block, given, right = kept.block, dict(kept.run.routing.options.along or {}), []
     before, choices = block.along, [[*axes, None] for axes in unnamed.values()]
     # One of the tokens' own shape may be what the user wants to route, so no trial can tell.
-    may_try &= math.prod(map(len, choices)) <= 64 and all(
-        getattr(part, "shape", None) != kept.x.shape for name in unnamed for part in leaves(kept.arguments[name]))
+    may_try &= math.prod(map(len, choices)) <= 64 and not (kept.run.routing.is_described and any(
+        getattr(part, "shape", None) == kept.x.shape for name in unnamed for part in leaves(kept.arguments[name])))
     for axes in product(*choices) if may_try else ():
         block.name(before | dict(zip(unnamed, axes, strict=True)))
         row, *_ = in_thread(lambda: measure(kept, call), kept.ids.device)
@@ -244,7 +244,7 @@ def measured(kept: Any, call: Callable, dtype: torch.dtype | None, copies: int, 
 
         def run(ids: Tensor, per_sample: bool | None = None, seed: int = 0) -> tuple[Any, Any, list]:
             restart(seed)
-            buffers = {name: cast(buffer.clone(), dtype) for name, buffer in module.named_buffers()}
+            buffers = {name: cast(buffer.clone(), dtype) for name, buffer in named(module, "named_buffers")}
             turned = kept.but(ids=ids, arguments=copied(arguments), is_trial=True)
             out, _ = turned.call(partial(call, function=with_tensors(module, forward, weights | buffers)), per_sample)
             return turned, out, [*buffers.values(), *stored(module)]
@@ -416,13 +416,19 @@ def opened(part: Tensor, generator: torch.Generator, near: float) -> Tensor:
     return noise / math.sqrt(part.shape[1]) if part.ndim > 1 else 0.25 + noise.abs() / 2
 
 
+def named(module: nn.Module, members: str) -> list[tuple[str, Tensor]]:
+    """Lists the parameters or buffers of a module by their paths, which wrappers of checkpoints shorten."""
+    return [(f"{path}.{name}" if path else name, member) for path, part in module.named_modules()
+            for name, member in getattr(part, members)(recurse=False)]
+
+
 def opened_weights(module: nn.Module, generator: torch.Generator, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Returns copies of a block's parameters in another precision, with noise in place of small ones.
 
     So a block that starts as the identity, as with adaLN-Zero, LayerScale or a relative bias, shows what it will
     compute.
     """
-    return {name: cast(opened(p.detach(), generator, 0.1), dtype) for name, p in module.named_parameters()
+    return {name: cast(opened(p.detach(), generator, 0.1), dtype) for name, p in named(module, "named_parameters")
             if type(p) in (nn.Parameter, Tensor) and p.is_floating_point() and p.element_size() > 1}
 
 
@@ -438,7 +444,7 @@ def on_copies(module: nn.Module, forward: Callable, args: tuple, kwargs: dict[st
     """Calls a module's forward without gradients, and restores its attributes, buffers and all random states."""
     args, kwargs = mapped(lambda part: part.detach().clone() if type(part) is Tensor else part, (args, kwargs))
     device = next((part.device for part in leaves([args, kwargs]) if isinstance(part, Tensor)), torch.device("cpu"))
-    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    buffers = {name: buffer.clone() for name, buffer in named(module, "named_buffers")}
     with torch.no_grad(), undisturbed(module, device, None, None) as restart:
         restart(0)
         with_tensors(module, forward, buffers)(*args, **kwargs)
