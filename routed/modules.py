@@ -117,7 +117,8 @@ class RoutedModule:
 
     def __deepcopy__(self, memo: dict) -> nn.Module:
         """Returns a copy that is not routed, with weights of its own."""
-        _, _, state, *_ = super().__reduce_ex__(4)
+        is_ours = own_class(self) is not type(self)             # a parametrized module has no state to reduce
+        state = super().__reduce_ex__(4)[2] if is_ours else vars(self)
         memo[id(self)] = other = own_class(self).__new__(own_class(self))
         other.__setstate__(copy.deepcopy(without_entry(state), memo))
         return other

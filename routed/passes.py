@@ -61,8 +61,8 @@ class Pass:
 
     def end(self) -> None:
         """Frees the tokens of a pass that is over or broke off, whose graph would hold them for ever."""
-        self.returned, self.inputs = (None, None), set()
-        self.before_route = {r: x if x is None else x.detach() for r, x in self.before_route.items()}
+        self.returned, self.inputs, ends = (None, None), set(), [route.end_layer_idx for route in self.routing.routes]
+        self.before_route = {r: x for r, x in self.before_route.items() if ends[r] <= self.last}
 
     def advance(self, block: int) -> None:
         """Records that a block is called, or, for the number of blocks, that the pass is over."""
@@ -131,10 +131,9 @@ class Pass:
         """
         hides = not torch.compiler.is_compiling() and self.routing.options.probe and not is_compiled_in_place(
             block.module) and "forward" not in vars(block.module)
-        hides_input = hides and not hasattr(block.module, "unshard")        # FSDP2's hook computes with it
 
         def call(arguments: dict, function: Callable = forward) -> Any:
-            if hides_input:
+            if hides:
                 arguments = arguments | {block.tokens: mapped(
                     lambda x: seal(x, self, block) if type(x) is Tensor else x, arguments[block.tokens])}
             positional = [arguments[block.name_of(i)] for i in range(len(args))]
@@ -178,7 +177,7 @@ class Pass:
         earlier = self.inputs
         if is_eager:
             self.inputs = earlier | nodes_of(x)
-        is_next = isinstance(given, Sealed) and given.after is before
+        is_next = isinstance(given, Sealed) and given.after is before and x.requires_grad == returned.requires_grad
         if before is None or x is returned or is_next or before.spec is not block.spec or block.spec.rejoins \
                 or before.route is block.route is None or not self.routing.options.probe:
             return
@@ -272,8 +271,9 @@ class Pass:
         """
         block = kept.block
         unnamed: dict[str | int, list] = {}
-        for name in kept.arguments.keys() - block.along.keys() - {block.tokens, block.text}:
-            value = kept.arguments[name]
+        for name, value in kept.arguments.items():
+            if name in block.along or name in (block.tokens, block.text):
+                continue
             if isinstance(value, Mapping) and not all(isinstance(part, PLAIN_VALUES) for part in leaves(value)):
                 raise ValueError(f"{block}: {name} holds {sorted(map(str, value))}, which may have values per token: "
                                  f"call the network without it, or name it in along=.")
@@ -282,7 +282,7 @@ class Pass:
                 unnamed[name] = axes
         if unnamed:
             parts = {name: [part for part in leaves(kept.arguments[name]) if candidates(kept, part)][0]
-                     for name in sorted(unnamed, key=str)}
+                     for name in unnamed}
             what = ", ".join(f"{name} is {tuple(part.shape) if isinstance(part, Tensor) else part}"
                              for name, part in parts.items())
             raise ValueError(f"{block}: {what}, as long as the tokens: "

@@ -34,8 +34,10 @@ class Sealed(Tensor):
             result = function(*args, **kwargs)
             if result is sealed.raw:
                 return sealed
-            if name == "to" and (torch.is_grad_enabled() or not sealed.raw.requires_grad):
+            if name == "detach" or name == "to" and (torch.is_grad_enabled() or not sealed.raw.requires_grad):
                 return seal(result, sealed.run, sealed.after)
+            if name == "view_as" and not torch.is_grad_enabled() and args[0] is args[1]:
+                return result               # of a function that hooks on gradients pass a block's input through
             if not any(isinstance(part, Tensor) for part in leaves(result)):
                 return result
         raise computed(sealed, name)
