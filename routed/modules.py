@@ -74,14 +74,15 @@ class Entry:
                   ) -> Any:
         """Calls a block that a backward recomputes in the pass that was reached; a network leaves that to its blocks."""
         run, depth = BACKWARD.reached(number)
-        if self.block is None and run is not False and not (run and depth == len(run.routing.blocks)):
-            if routing is not None and routing.active is None:
-                raise ValueError(f"A backward inside routed() recomputes {type(module).__name__}, and it is not known "
-                                 f"in which pass: put the checkpoint around the network or its blocks, not around the "
-                                 f"loss, or call backward of a dense pass outside.")
-            BACKWARD.reach(False, -1)
         block = run and run.routing.block_of.get(module)
-        return run.recompute(block, forward, args, kwargs) if block else forward(*args, **kwargs)
+        is_known = run is False or run and (depth == len(run.routing.blocks) or block and block.index <= depth)
+        if self.block is None and not is_known and routing is not None and routing.active is None:
+            raise ValueError(f"A backward inside routed() recomputes {type(module).__name__}, and it is not known in "
+                             f"which pass: put the checkpoint around the network or its blocks, not around the loss, or "
+                             f"call backward of a dense pass outside.")
+        if not is_known:                    # it has left the pass: a backward goes from the last block to the first
+            BACKWARD.reach(False, -1)
+        return run.recompute(block, forward, args, kwargs) if block and is_known else forward(*args, **kwargs)
 
 
 class RoutedModule:

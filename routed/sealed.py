@@ -31,7 +31,10 @@ class Sealed(Tensor):
         is_write = name in WRITES or name.endswith("_") and not name.endswith("__") or "out" in kwargs
         if not is_write and name not in READS:
             args, kwargs = mapped(lambda part: part.raw if isinstance(part, Sealed) else part, (args, kwargs))
-            result = function(*args, **kwargs)
+            try:
+                result = function(*args, **kwargs)
+            except RuntimeError as error:   # as where lengths differ
+                raise computed(sealed, name) from error
             if result is sealed.raw:
                 return sealed
             if name == "detach" or name == "to" and (torch.is_grad_enabled() or not sealed.raw.requires_grad):
