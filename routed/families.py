@@ -8,17 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from routed.networks import (
-    Blocks,
-    Family,
-    argument_names,
-    by_place,
-    fewer,
-    lists_of_blocks,
-    owner_of,
-    pairs,
-    unwrapped,
-)
+from routed.networks import Blocks, Family, argument_names, by_place, fewer, lists_of_blocks, owner_of, pairs, unwrapped
 
 TEXT, ROPE, MASK = "encoder_hidden_states", "image_rotary_emb", "attention_mask"
 PLAIN = Family((Blocks("blocks"),))
@@ -65,9 +55,7 @@ CODES = {       # original code, recognised by the class and by what `fits`
 }
 
 
-# ---- encoders: class and register tokens in front -------------------------------------------------------------------
-
-
+# Encoders: class and register tokens in front.
 def in_front(network: nn.Module, _call: dict) -> int:
     """Counts class and register tokens; timm, transformers and facebookresearch use different names for them."""
     if hasattr(network, "num_prefix_tokens"):
@@ -96,9 +84,7 @@ CODES |= {
 }
 
 
-# ---- Flux and its relatives, whose condition images follow the image ------------------------------------------------
-
-
+# Flux and its relatives, whose condition images follow the image.
 def first_image(_network: nn.Module, call: dict) -> int:
     """Counts the tokens of the image to be predicted; condition images follow it and have another first coordinate."""
     places = call["x_ids" if "x_ids" in call else "img_ids"]
@@ -130,9 +116,7 @@ CODES |= {
 }
 
 
-# ---- networks that receive lists of images, or pack attention's parameters in a record ------------------------------
-
-
+# Networks that receive lists of images, or pack attention's parameters in a record.
 def one_size(images: list) -> Any:
     """Returns the shape, or the number of tokens, that all images share; raises ValueError if they differ."""
     first, *others = (image if isinstance(image, int) else getattr(image, "shape", None) for image in images)
@@ -196,9 +180,7 @@ CODES |= {
 }
 
 
-# ---- Qwen-Image, whose condition images are in its stream -----------------------------------------------------------
-
-
+# Qwen-Image, whose condition images are in its stream.
 def first_of_shapes(_network: nn.Module, call: dict) -> int:
     """Counts the tokens of the image to be predicted from img_shapes; the images after it are conditions."""
     return one_size([prod(sample[0] if isinstance(sample, list) else sample) for sample in call["img_shapes"]])
@@ -235,9 +217,7 @@ CODES |= {
 }
 
 
-# ---- Hunyuan --------------------------------------------------------------------------------------------------------
-
-
+# Hunyuan.
 def given_frame(network: nn.Module, call: dict) -> int:
     """Counts the tokens of HunyuanVideo's first frame if that is the condition."""
     if network.config.image_condition_type != "token_replace":
@@ -265,9 +245,7 @@ CODES |= {
 }
 
 
-# ---- Wan, whose original code counts a grid in its blocks -----------------------------------------------------------
-
-
+# Wan, whose original code counts a grid in its blocks.
 def grid_line(grids: Tensor, kept: Any) -> Tensor:
     """Replaces Wan's grid (1, 3) of frames, rows and columns: the kept tokens form one line."""
     if prod(grids[0].tolist()) != kept.length:
@@ -301,14 +279,12 @@ FAMILIES |= {
     "diffusers.SkyReelsV2Transformer3DModel": Family((Blocks("blocks", {"rotary_emb": 1, "temb": -2}),)),
 }
 CODES |= {
-    "WanModel": (Family(
-        (Blocks("blocks", {"e": -3, "seq_lens": fewer, "grid_sizes": grid_line, "freqs": grid_rows}, per_sample=True),)),),
+    "WanModel": (Family((Blocks("blocks", {
+        "e": -3, "seq_lens": fewer, "grid_sizes": grid_line, "freqs": grid_rows}, per_sample=True),)),),
 }
 
 
-# ---- minRF ----------------------------------------------------------------------------------------------------------
-
-
+# MinRF.
 def first_rows(_table: Tensor, kept: Any) -> Tensor:
     """Replaces minRF's table without a batch axis, which the network cuts to as many rows as a block has tokens."""
     return kept.rows(kept.network.freqs_cis[:kept.length], 0)
@@ -319,9 +295,6 @@ CODES |= {
     "MMDiT": (Family((Blocks("double_layers", tokens="x", text="c", out=1), Blocks("single_layers"))),
               Family((Blocks("joint_blocks", tokens=1, text=0, out=1),))),
 }
-
-
-# ---- what is refused, and how a row is found -----------------------------------------------------------------
 
 CACHES = "its tokens attend to a cache of all tokens from an earlier pass"
 REFUSED = {     # what a trial of the blocks does not find

@@ -195,3 +195,19 @@ def joined(outs: list) -> Any:
     if isinstance(outs[0], tuple | list):
         return type(outs[0])(joined(list(parts)) for parts in zip(*outs, strict=True))
     return torch.cat(outs) if isinstance(outs[0], Tensor) else outs[0]
+
+
+def tokens_in(output: Any, block: RouteBlock) -> Any:
+    """Returns the tokens in what a block returns."""
+    out = block.spec.out
+    return only_element(output[out] if isinstance(output, tuple | list) and len(output) > out else output)
+
+
+def replaced(output: Any, block: RouteBlock, x: Tensor) -> Any:
+    """Returns what a block returns with other tokens."""
+    out = block.spec.out
+    if not isinstance(output, tuple | list):
+        return x
+    x = [x] if isinstance(output[out], list) else x
+    parts = [*output[:out], x, *output[out + 1:]]
+    return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)

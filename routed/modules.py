@@ -72,14 +72,14 @@ class Entry:
 
     def recompute(self, module: nn.Module, routing: Any, number: int, forward: Callable, args: tuple, kwargs: dict,
                   ) -> Any:
-        """Calls a block that a backward recomputes in the pass that was reached; a network leaves that to its blocks."""
+        """Calls a block that a backward recomputes in the pass that it reached; a network leaves that to its blocks."""
         run, depth = BACKWARD.reached(number)
         block = run and run.routing.block_of.get(module)
         is_known = run is False or run and (depth == len(run.routing.blocks) or block and block.index <= depth)
         if self.block is None and not is_known and routing is not None and routing.active is None:
             raise ValueError(f"A backward inside routed() recomputes {type(module).__name__}, and it is not known in "
-                             f"which pass: put the checkpoint around the network or its blocks, not around the loss, or "
-                             f"call backward of a dense pass outside.")
+                             f"which pass: put the checkpoint around the network or its blocks, not around the loss, "
+                             f"or call backward of a dense pass outside.")
         if not is_known:                    # it has left the pass: a backward goes from the last block to the first
             BACKWARD.reach(False, -1)
         return run.recompute(block, forward, args, kwargs) if block and is_known else forward(*args, **kwargs)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from routed import families
-from routed.kept import Kept, RouteBlock
+from routed.kept import Kept, RouteBlock, replaced, tokens_in
 from routed.modules import BACKWARD, is_compiled_in_place
 from routed.nested import PLAIN_VALUES, leaves, mapped, only_element
 from routed.sealed import Sealed, seal, unsealed
@@ -29,6 +29,7 @@ class Pass:
         self.routing, self.last, self.has_gradient = routing, -1, torch.is_grad_enabled()
         self.recomputes = self.is_pending = self.without_network = False
         self.is_compiled = torch.compiler.is_compiling()
+        self.seals = routing.options.probe and not self.is_compiled
         # By number of route. In a `Kept`, which refers to this pass, tensors would wait for the garbage collector.
         self.ids_keep: list[Tensor | None] = [None] * len(routing.routes)
         self.before_route: dict[int, Tensor | None] = {}        # all tokens at a route's start
@@ -122,15 +123,15 @@ class Pass:
         if not self.recomputes:
             self.returned = block, x
         self.mark(output, block.index)
-        return self.sealed(block, output, x)
+        is_inside = block.route is not None and not block.ends and not block.spec.rejoins
+        return self.sealed(block, output) if is_inside and self.seals and self.routing.is_like_next(block) else output
 
     def by_name(self, block: RouteBlock, forward: Callable, args: tuple, kwargs: dict) -> Callable:
         """Returns a function that calls a block, or another function of its arguments, with arguments by name.
 
         The block's hooks see its kept tokens sealed.
         """
-        hides = not torch.compiler.is_compiling() and self.routing.options.probe and not is_compiled_in_place(
-            block.module) and "forward" not in vars(block.module)
+        hides = self.seals and not is_compiled_in_place(block.module) and "forward" not in vars(block.module)
 
         def call(arguments: dict, function: Callable = forward) -> Any:
             if hides:
@@ -141,7 +142,7 @@ class Pass:
             if not hides:
                 return function(*positional, **named)
             entry = block.module._routed
-            outer, entry.sealing = entry.sealing, partial(self.hidden, block)
+            outer, entry.sealing = entry.sealing, partial(self.sealed, block)
             try:
                 output = function(*positional, **named)
                 x = tokens_in(output, block)
@@ -150,19 +151,10 @@ class Pass:
                 entry.sealing = outer
         return call
 
-    def hidden(self, block: RouteBlock, output: Any) -> Any:
-        """Seals the tokens in what a block returns to its hooks."""
+    def sealed(self, block: RouteBlock, output: Any) -> Any:
+        """Returns what a block returns with sealed tokens, for its hooks and for the network."""
         x = tokens_in(output, block)
         return replaced(output, block, seal(x, self, block)) if type(x) is Tensor else output
-
-    def sealed(self, block: RouteBlock, output: Any, x: Any) -> Any:
-        """Seals what a block returns to the network, if the next block is alike and on the same route."""
-        blocks = self.routing.blocks
-        if block.route is None or block.ends or block.spec.rejoins or type(x) is not Tensor \
-                or blocks[block.index + 1].spec is not block.spec \
-                or torch.compiler.is_compiling() or not self.routing.options.probe:
-            return output
-        return replaced(output, block, seal(x, self, block))
 
     def may_open(self, block: RouteBlock, tokens: Sealed) -> None:
         """Raises ValueError for tokens of another route or pass than that of a block."""
@@ -188,11 +180,12 @@ class Pass:
             if (leads := leads_past(x, returned, earlier)) is False:
                 borders.add(before.index)
             if leads is False or leads is None and (
-                    before.index in borders or x.is_meta or x.shape == returned.shape and torch.equal(x, returned.to(x))):
+                    before.index in borders or x.is_meta or x.shape == returned.shape
+                    and torch.equal(x, returned.to(x))):
                 return
         raise ValueError(f"Between blocks {before.index} and {block.index} of {block.spec.path} the network changes "
-                         f"the tokens: a residual or skip outside of the blocks would miss the routed tokens. Name blocks "
-                         f"that contain it, or set probe=False if it treats each token alone.")
+                         f"the tokens: a residual or skip outside of the blocks would miss the routed tokens. Name "
+                         f"blocks that contain it, or set probe=False if it treats each token alone.")
 
     def enter(self, block: RouteBlock, arguments: dict, x: Any, by_name: Callable) -> Kept:
         """Returns what a block on a route gets; its tokens are sampled before the first block of the route."""
@@ -307,22 +300,6 @@ class Pass:
         if block.ends and not self.recomputes:          # detached, because its graph refers to this pass
             self.before_route[block.r] = self.before_route[block.r].detach() if self.has_gradient else None
         return output, x
-
-
-def tokens_in(output: Any, block: RouteBlock) -> Any:
-    """Returns the tokens in what a block returns."""
-    out = block.spec.out
-    return only_element(output[out] if isinstance(output, tuple | list) and len(output) > out else output)
-
-
-def replaced(output: Any, block: RouteBlock, x: Tensor) -> Any:
-    """Returns what a block returns with other tokens."""
-    out = block.spec.out
-    if not isinstance(output, tuple | list):
-        return x
-    x = [x] if isinstance(output[out], list) else x
-    parts = [*output[:out], x, *output[out + 1:]]
-    return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
 
 
 def nodes_of(x: Any) -> set:

@@ -118,6 +118,9 @@ class Routing:
                     block.put_on(route, r, may_convolve=self.options.ordered or not self.options.probe)
         return resolved
 
+    def is_like_next(self, block: RouteBlock) -> bool:
+        return self.blocks[block.index + 1].spec is block.spec
+
     def close(self) -> None:
         """Ends the routing; a backward that comes later still finds the passes whose graphs live."""
         latest, self.active = self.latest, None

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from routed.kept import tokens_in
 from routed.modules import is_compiled_in_place, plain_class
 from routed.nested import PLAIN_VALUES, leaves, mapped
 from routed.networks import fewer, pairs
@@ -77,7 +78,8 @@ class Trials:
             self.settings[block.index] = tuple(setting(part) for part in block.module.modules())
         axes = [(name, getattr(axis, "__qualname__", str(axis))) for name, axis in block.along.items()]
         kinds = [(name, *map(kind_of, leaves(value))) for name, value in values]
-        sizes = [size for _, value in values for part in leaves(value) if isinstance(part, Tensor) for size in part.shape]
+        tensors = [part for _, value in values for part in leaves(value) if isinstance(part, Tensor)]
+        sizes = [size for part in tensors for size in part.shape]
         return (block.index, len(kept.ids) > 1, self.settings[block.index], *axes, *kinds), tuple(sizes)
 
     def try_block(self, kept: Any, call: Callable) -> str:
@@ -251,7 +253,7 @@ def measured(kept: Any, call: Callable, dtype: torch.dtype | None, copies: int, 
 
         first, out, _ = run(ids)
         second, other, _ = run(ids.gather(1, order))
-        x, main = first.tokens(), out[block.spec.out] if isinstance(out, tuple | list) else out
+        x, main = first.tokens(), tokens_in(out, block)
         if not isinstance(main, Tensor) or main.shape != x.shape:
             return None, "it returns something else than tokens"      # `Pass.leave` raises an error for it
         added, size, eps = rms(main - x), rms(main), torch.finfo(dtype or x.dtype).eps
@@ -261,8 +263,7 @@ def measured(kept: Any, call: Callable, dtype: torch.dtype | None, copies: int, 
             return None, "it adds nothing yet"
         limit = (TOLERANCE if dtype or x.dtype == torch.float64 else 8 * eps) + 8 * eps * size / added
         deviation, reason = largest_deviation(first, second, out, other, main, added, eps)
-        if deviation > limit and not rms(run(ids, seed=1)[1][block.spec.out] - main if isinstance(out, tuple | list)
-                                         else run(ids, seed=1)[1] - main) <= limit * added:
+        if deviation > limit and not rms(tokens_in(run(ids, seed=1)[1], block) - main) <= limit * added:
             return None, RANDOM
         if deviation <= limit and block.per_sample and len(kept.ids) > 1 and kept.run.routing.is_described:
             deviation, reason = max((deviation, reason), joint_deviation(run, ids, added, limit))
@@ -274,7 +275,7 @@ def largest_deviation(first: Any, second: Any, out: Any, other: Any, main: Tenso
                       ) -> tuple[float, str]:
     """Compares all outputs: the tokens in the second order, others along whichever axes they have the tokens."""
     block, order = first.block, second.order()
-    found = [(rms(main.take_along_dim(order[..., None], 1) - other_main(other, block)) / added, ORDER + "they change")]
+    found = [(rms(main.take_along_dim(order[..., None], 1) - tokens_in(other, block)) / added, ORDER + "they change")]
     for one, two in zip(outputs(out), outputs(other), strict=True):
         if one is main or not isinstance(one, Tensor) or not one.is_floating_point() or not one.numel():
             continue
@@ -308,10 +309,6 @@ def joint_deviation(run: Callable, ids: Tensor, added: float, limit: float) -> t
     return deviation, (f"is called once for each sample, because along= names axis 0, and {what} if it is called for "
                        f"all: an argument that all samples share is as long as the batch, or it computes over the "
                        f"batch. Pass it table[None] and name axis 1. It differs")
-
-
-def other_main(other: Any, block: Any) -> Tensor:
-    return other[block.spec.out] if isinstance(other, tuple | list) else other
 
 
 def outputs(value: Any) -> list:

@@ -95,7 +95,7 @@ class Causal(Halved):
     def __init__(self, inner):
         super().__init__(inner)
         self.conv = nn.Conv1d(D, D, 3)
-        nn.init.zeros_(self.conv.weight)
+        nn.init.zeros_(self.conv.requires_grad_(False).weight)
 
     def forward(self, x):
         return self.inner(x) + self.conv(F.pad(x.mT, (2, 0))).mT
@@ -317,7 +317,7 @@ REFUSED = {     # network, its description, and what the error says
     # what a network does between its blocks, and their order
     **{f"a residual outside, blocks {start} to {end}": (
         made(lambda self, x: self.attend(x) - x, lambda part, x: x + part(x)), dict(routes=[Route(start, end, 0.5)]),
-        "the network changes the tokens: a residual|the network fails")
+        "the network changes the tokens: a residual|computes with the others")
        for start, end in ((1, 1), (0, 0), (3, 3), (1, 2), (0, -1))},
     "REPA's projector": (made(attention, forward=projected), {}, "After block 0 .* computes with the others"),
     "hidden states": (made(attention, forward=hidden_states), {}, "returns what block 0 returns.*as features"),
