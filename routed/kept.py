@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from routed.nested import by_axis, only_element
+from routed.nested import by_axis, leaves, only_element
 from routed.networks import Blocks, argument_names, unwrapped
 from routing_module import Route
 
@@ -122,7 +122,9 @@ class Kept:
             if isinstance(axis, tuple) and 0 in axis and not self.run.routing.is_described:
                 # in known networks, such as Qwen-Image, its other parts have no batch axis, either
                 axis = tuple(own or 0 for own in axis)
-            arguments[name] = by_axis(cut, value, axis)
+            parts = by_axis(cut, value, axis)
+            is_cut = any(part is not old for part, old in zip(leaves(parts), leaves(value), strict=True))
+            arguments[name] = parts if is_cut else value        # the same list, as a block may append to it
         return self.but(ids=self.ids[b:b + 1], arguments=arguments, sample=b)
 
     def tokens(self) -> Tensor:

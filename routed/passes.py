@@ -41,9 +41,7 @@ class Pass:
             if arguments.get(name) not in (None, ()):
                 raise ValueError(f"{name} gives blocks inside a route values for all tokens, so the network cannot be "
                                  f"routed: call it without {name}, or without routed().")
-        samples = [len(value) for value in map(arguments.get, routing.arguments) if isinstance(value, list) and value
-                   or isinstance(value, Tensor) and value.ndim > 1]
-        self.batch = samples[0] if samples else None            # of the network's first argument with samples
+        self.batch = samples_in([*map(arguments.get, routing.arguments), *arguments.values()])
         try:
             self.front = family.front(network, arguments) if family.front else routing.options.keep or 0     # or (B,)
             self.free = family.free(network, arguments) if family.free else 0
@@ -95,6 +93,7 @@ class Pass:
 
     def call(self, block: RouteBlock, forward: Callable, args: tuple, kwargs: dict) -> Any:
         """Calls a block, on a route only with the kept tokens; at the end of a route, returns all tokens."""
+        self.is_compiled |= torch.compiler.is_compiling()       # perhaps by a compiled forward alone
         arguments = {block.name_of(i): value for i, value in enumerate(args)} | kwargs
         given = only_element(arguments.get(block.tokens))
         if not torch.compiler.is_compiling() and block.route is not None:
@@ -300,6 +299,16 @@ class Pass:
         if block.ends and not self.recomputes:          # detached, because its graph refers to this pass
             self.before_route[block.r] = self.before_route[block.r].detach() if self.has_gradient else None
         return output, x
+
+
+def samples_in(values: list) -> int | None:
+    """Counts the samples of the first argument that has some: a tensor, a list of images, or a dict of such."""
+    for value in values:
+        if isinstance(value, Mapping) and (count := samples_in([*value.values()])) is not None:
+            return count
+        if isinstance(value, list) and value or isinstance(value, Tensor) and value.ndim > 1:
+            return len(value)
+    return None
 
 
 def nodes_of(x: Any) -> set:

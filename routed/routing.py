@@ -170,7 +170,7 @@ class Routing:
     def call_network(self, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         if self.active is not None and not self.active.without_network:     # its forward, inside of its call
             return forward(*args, **kwargs)
-        arguments = dict(zip(self.arguments, args, strict=False)) | kwargs
+        arguments = dict(zip(self.arguments or range(len(args)), args, strict=False)) | kwargs
         if any(isinstance(value, Tensor) and value.requires_grad for value in arguments.values()):
             needs_gradient("The network")
         run = self.active = self.begin(self.defaults | arguments)

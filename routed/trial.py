@@ -249,7 +249,8 @@ def measured(kept: Any, call: Callable, dtype: torch.dtype | None, copies: int, 
             buffers = {name: cast(buffer.clone(), dtype) for name, buffer in named(module, "named_buffers")}
             turned = kept.but(ids=ids, arguments=copied(arguments), is_trial=True)
             out, _ = turned.call(partial(call, function=with_tensors(module, forward, weights | buffers)), per_sample)
-            return turned, out, [*buffers.values(), *stored(module)]
+            lists = leaves([value for value in turned.arguments.values() if isinstance(value, list)])
+            return turned, out, [*buffers.values(), *stored(module), *(x for x in lists if isinstance(x, Tensor))]
 
         first, out, _ = run(ids)
         second, other, _ = run(ids.gather(1, order))
@@ -261,11 +262,12 @@ def measured(kept: Any, call: Callable, dtype: torch.dtype | None, copies: int, 
             return None, "its output is not finite"
         if added <= 4 * eps * size:         # lost when added to the tokens and rounded
             return None, "it adds nothing yet"
-        limit = (TOLERANCE if dtype or x.dtype == torch.float64 else 8 * eps) + 8 * eps * size / added
+        limit = TOLERANCE + 2 * eps * (1 + size / added)
         deviation, reason = largest_deviation(first, second, out, other, main, added, eps)
         if deviation > limit and not rms(tokens_in(run(ids, seed=1)[1], block) - main) <= limit * added:
             return None, RANDOM
-        if deviation <= limit and block.per_sample and len(kept.ids) > 1 and kept.run.routing.is_described:
+        if deviation <= limit and block.per_sample and kept.run.routing.is_described and len(kept.ids) > 1 \
+                and not isinstance(kept.run.front, Tensor):
             deviation, reason = max((deviation, reason), joint_deviation(run, ids, added, limit))
     return Trial(f"block {block.index} of {block.spec.path} ({plain_class(block.inner).__name__})",
                  deviation, limit, dtype or x.dtype), reason
@@ -279,6 +281,8 @@ def largest_deviation(first: Any, second: Any, out: Any, other: Any, main: Tenso
     for one, two in zip(outputs(out), outputs(other), strict=True):
         if one is main or not isinstance(one, Tensor) or not one.is_floating_point() or not one.numel():
             continue
+        if one.ndim > 1 and len(one) == len(main) * main.shape[1]:     # (B·K, …), as of a router of experts
+            one, two = one.unflatten(0, main.shape[:2]), two.unflatten(0, main.shape[:2])
         text = first.arguments.get(block.text) if block.text is not None else None
         news = rms(one - text) if text is not None and text.shape == one.shape else rms(one)
         if news > 4 * eps * rms(one):
@@ -300,11 +304,10 @@ def joint_deviation(run: Callable, ids: Tensor, added: float, limit: float) -> t
     found = [(rms(one - two) / (added if i == 0 else max(rms(one), 1e-9)), "changes")
              for i, (one, two) in enumerate(zip(outputs(batch), outputs(single), strict=True))
              if isinstance(one, Tensor) and one.is_floating_point()]
-    for i, one in enumerate(left):
-        two = left_single[i] if i < len(left_single) else None
-        if one.is_floating_point():
-            same = two is not None and two.shape == one.shape and rms(one - two) <= limit * rms(one)
-            found.append((0.0 if same else math.inf, "stores another value, and it changes"))
+    same = len(left) == len(left_single) and all(
+        one.shape == two.shape and rms(one - two) <= limit * rms(one)
+        for one, two in zip(left, left_single, strict=True) if one.is_floating_point())
+    found.append((0.0 if same else math.inf, "stores something else, and it changes"))
     deviation, what = max(found)
     return deviation, (f"is called once for each sample, because along= names axis 0, and {what} if it is called for "
                        f"all: an argument that all samples share is as long as the batch, or it computes over the "
