@@ -222,9 +222,6 @@ def restore(run: Run, folder: Path, content: dict) -> None:
     cfg, accelerator = run.cfg, run.accelerator
     meta = read_record(Meta, folder / "meta.json", "It does not describe a checkpoint of a run; move it away.", content)
     run.record["parent"] = meta.parent and meta.parent.model_dump()
-    now = run.record["history"][-1] | {"step": meta.step}  # a new entry only if one of these has changed
-    unchanged = meta.history[-1] | {"step": meta.step} == now
-    run.record["history"] = meta.history if unchanged else [*meta.history, now]
     with as_recorded(folder / "meta.json"):
         check_resumable(meta.model_dump(), run.record, run.folder)
         changes = changed_settings(meta.model_dump(), run.record)
@@ -236,10 +233,14 @@ def restore(run: Run, folder: Path, content: dict) -> None:
         raise ValueError(f"{run.folder} has finished its {meta.step} steps with other settings: {'; '.join(others)}. "
                          f"Train with these under another name=<name> or run_dir=<folder>, or continue that run with "
                          f"a larger steps=.")
-    for key, change in changes.items() if meta.step < cfg.steps else ():
-        if key not in ONLY_AT_START:
-            accelerator.print(f"Resuming with a change: {change}. From here on the run differs from one without the "
-                              "change.")
+    now = run.record["history"][-1] | {"step": meta.step}  # a new entry only if one of these or a setting has changed
+    if changed := {key: text for key, text in changes.items() if key not in ONLY_AT_START and meta.step < cfg.steps}:
+        now["changed"] = changed
+    for change in changed.values():
+        accelerator.print(f"Resuming with a change: {change}. From here on the run differs from one without the "
+                          "change.")
+    unchanged = meta.history[-1] | {"step": meta.step} == now
+    run.record["history"] = meta.history if unchanged else [*meta.history, now]
     run.record["null_label"] = meta.null_label or (run.record["null_label"] and meta.step < cfg.steps)
     run.step, run.images, run.elapsed_before = meta.step, meta.images, meta.elapsed_s
     if meta.run_id.rpartition("-")[0] == run.folder.name:  # else it is a copy, and wandb would drop its rows as known
