@@ -54,7 +54,6 @@ from runtime.schema import (
 )
 from sampling import generate
 from scoring.features import EXTRACTORS, extract, load_extractor, versions
-from scripts import presentation
 from training import speed
 from training.cuda_graphs import record_passes, record_update
 from training.optimizers import build_optimizer
@@ -435,7 +434,8 @@ def table(rows: list[dict]) -> str:
             return "not measured"
         return (f"{value:,.0f}" if value >= 1000 else f"{value:.3g}") if isinstance(value, float) else str(value)
 
-    return presentation.table(names, [[cell(row.get(name, "")) for name in names] for row in flat])
+    rows = [names, ["---"] * len(names), *([cell(row.get(name, "")) for name in names] for row in flat)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def describe(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:

@@ -396,8 +396,7 @@ def draw(runs: list[Run], pairs: list[Pair]) -> Figure:
 def refuse_to_replace(out: str, runs: list[Run]) -> None:
     """Raises ValueError if out= would replace files of others, or rows of runs that are not given."""
     text, rows, figure = (Path(out + ending) for ending in (".md", ".jsonl", ".png"))
-    ours = text.is_file() and text.read_text(encoding="utf-8").startswith(MARK)
-    if not ours and (text.exists() or rows.exists() or figure.exists()):
+    if not text.read_text(encoding="utf-8").startswith(MARK) if text.is_file() else figure.exists():
         raise ValueError(f"out={out} would replace files that compare.py did not write: set another.")
     for run in read_file(rows) if rows.exists() else ():
         if run["scores"] and name_of(run) not in map(name_of, runs):

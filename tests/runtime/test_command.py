@@ -36,7 +36,7 @@ def text_keys(declared, prefix=""):
     """Lists the settings, nested ones too, that take text and no integer."""
     for name, field in declared.model_fields.items():
         groups = [group for group in (field.annotation, *get_args(field.annotation)) if hasattr(group, "model_fields")]
-        for group in groups if name != "study" else ():
+        for group in groups:
             yield from text_keys(group, f"{prefix}{name}.")
         alone, taken = create_model("Alone", __base__=schema.Settings, it=(field.annotation, field)), []
         for value in ("1_1", 11):
