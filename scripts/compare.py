@@ -115,7 +115,7 @@ def read_file(path: Path) -> list[Run]:
         for row in rows:
             of = row.get("variant"), row.get("seed")
             if "settings" in row:
-                runs[of] = row | {"scores": [], "losses": []}
+                runs[of] = row | {"scores": []}
             elif "common" in row:
                 common = row["common"]
             elif of not in runs:
@@ -157,6 +157,7 @@ def differing(one: Run, other: Run, *more: str) -> list[str]:
 def comparable(runs: list[Run]) -> tuple[list[Run], list[str]]:
     """Returns the runs that have finished, and a line about each other one; raises ValueError for runs of no variant.
 
+    Of a file of rows, whose runs will not go on, it returns the others too.
     A variant's runs differ in the seed alone, and none of them was resumed with other settings.
     """
     first: dict[str, Run] = {}
@@ -171,9 +172,10 @@ def comparable(runs: list[Run]) -> tuple[list[Run], list[str]]:
         if changed:
             raise ValueError(f"{name_of(run)} was resumed with another setting ({changed[0]}): train it anew, or leave "
                              f"it out.")
-    finished = [run for run in runs if run["step"] >= (run["steps"] or math.inf)]
-    return finished, [f"Left out: {name_of(run)} which has taken {run['step']} of {run['steps'] or '?'} steps."
-                      for run in runs if run not in finished]
+    short = [run for run in runs if run["step"] < (run["steps"] or math.inf)]
+    return [run for run in runs if run not in short or "losses" not in run], [
+        f"{'Left out' if 'losses' in run else 'Recorded unfinished'}: {name_of(run)} which has taken {run['step']} of "
+        f"{run['steps'] or '?'} steps." for run in short]
 
 
 def measure_of(score: dict, *but: str) -> Measure:
@@ -191,12 +193,12 @@ def by_measure(runs: list[Run]) -> dict[Measure, dict[str, Curves]]:
     for run in runs:
         for score in sorted(run["scores"], key=lambda score: score["step"]):
             curve = groups[measure_of(score, *FILES)][run["variant"]][run["seed"], *map(score.get, FILES)]
-            before = curve.setdefault(score["step"], score)
+            seconds = {"seconds": run["sec_per_step"] * score["step"]} if "sec_per_step" in run else {}
+            before = curve.setdefault(score["step"], score | seconds)
             if before["value"] != score["value"]:
                 raise ValueError(f"{name_of(run)} has two scores at step {score['step']} ({score['metric']} "
                                  f"{before['value']:g} and {score['value']:g}) that differ in nothing that was asked "
                                  f"for: move one row out of its results.jsonl.")
-            score |= {"seconds": run["sec_per_step"] * score["step"]} if "sec_per_step" in run else {}
     return dict(sorted(groups.items()))
 
 
@@ -350,7 +352,7 @@ def changes(found: list[Difference], pairs: list[Pair]) -> list[str]:
 
 def draw(runs: list[Run], pairs: list[Pair]) -> Figure:
     """Draws losses, scores and differences; of each pair by the measure that was taken at the most places."""
-    groups, trained = by_measure(runs), [run for run in runs if run["losses"]]
+    groups, trained = by_measure(runs), [run for run in runs if run.get("losses")]
     found = {pair: max(([measure, *compared(variants, pair)] for measure, variants in groups.items()), key=len)
              for pair in pairs if groups}
     shown = dict.fromkeys((measure, name) for pair, (measure, *_) in found.items() for name in pair) or [
@@ -374,10 +376,10 @@ def draw(runs: list[Run], pairs: list[Pair]) -> Figure:
         values = [[curve[step]["value"] for curve in curves] for step in steps]
         scores.errorbar([curves[0][step]["images"] for step in steps], [*map(statistics.mean, values)],
                         [statistics.stdev(value) if len(value) > 1 else 0 for value in values], marker="o", capsize=3,
-                        label=f"{name} (n={len(curves)}): {heading(measure)}")
+                        label=f"{name}, n={len(curves)}: {heading(measure)}")
     scores.set(xlabel=AXES["images"], ylabel="distance: mean ± standard deviation", yscale="log")
     scores.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
-    scores.legend(fontsize="x-small") if shown else None
+    figure.legend(*scores.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="x-small")
     for plot, panel in zip(plots, panels, strict=True):
         plot.axvline(0, color="gray", linewidth=0.8)
         for number, each in enumerate(panel):
@@ -434,7 +436,7 @@ def main(parser: argparse.ArgumentParser) -> None:
     if "out" in options:
         out = str(as_path(options["out"]))
         refuse_to_replace(out, runs)
-        write_file(Path(f"{out}.jsonl"), runs)
+        write_file(Path(f"{out}.jsonl"), finished)
         write_text(Path(f"{out}.md"), text)
         with atomic_write(Path(f"{out}.png")) as partial:
             draw(finished, pairs).savefig(partial, format="png")

@@ -82,6 +82,9 @@ def test_one_run_is_drawn_with_its_losses_and_scores(runs):
 def test_a_killed_run_takes_no_part_and_rows_without_a_run_are_refused(runs, tmp_path, monkeypatch, capsys):
     text = told(monkeypatch, capsys, f"a={runs}/tread-0", f"b={runs}/dit-0", f"b={runs}/killed")
     assert "* Left out: b, seed 1, which has taken 2 of 4 steps." in text and "n=2" not in text
+    recorded = of("b", 1, (8, 4.0)) | {"step": 2}
+    del recorded["losses"]
+    assert "* Recorded unfinished: b, seed 1, which has taken 2 of" in page(of("a", 1, (8, 5.0)), recorded)
     with pytest.raises(SystemExit, match=r"pairs=a:b: write pairs=a:b,c:d with variants that have a finished run: a\."):
         told(monkeypatch, capsys, f"a={runs}/tread-0", f"b={runs}/killed", "pairs=a:b")
     shutil.copytree(runs / "dit-0", tmp_path / "run")
