@@ -162,18 +162,17 @@ open({str(tmp_path / "told")!r}, "a").write(json.dumps(sys.argv[1:]) + chr(10))"
         "PATH": f"{tmp_path}:{os.environ['PATH']}", "SEEDS": "0 1 2"})
     assert len(file.read_text().splitlines()) <= 40
     monkeypatch.setattr(fid.image_sets, "require_array", lambda *_: None)   # the references are not here
-    runs: dict[str, str] = {}
+    runs: dict[str, list[str]] = {}
     for script, *typed in map(json.loads, (tmp_path / "told").read_text().splitlines()):
         if script == "train.py":
             settings = by_key(parse_options(typed)[1])
             cfg = read(TrainSettings, compose("config", TrainSettings, typed))
             check_settings(cfg, settings)
-            assert settings["name"] not in runs and cfg.name.endswith(f"-seed{cfg.seed}")
-            runs[cfg.name] = cfg.run_dir
+            assert cfg.name.endswith(f"-seed{cfg.seed}") and runs.setdefault(cfg.name, typed) == typed
         elif script == "fid.py":
             cfg = read(fid.ScoringSettings, compose("fid", fid.ScoringSettings, typed))
             fid.check_settings(cfg, by_key(parse_options(typed)[1]))
-            assert cfg.checkpoint.partition("/checkpoints/")[0] in runs.values()
+            assert cfg.checkpoint.partition("/checkpoints/")[0].rpartition("/")[2] in runs
         elif script == "scripts/compare.py":
             pairs = next(text for text in typed if text.startswith("pairs=")).removeprefix("pairs=")
             given = {text.partition("=")[0] for text in typed} | {name.rpartition("-")[0] for name in runs}
