@@ -56,6 +56,7 @@ def test_a_check_that_raises_fails_with_its_first_line_and_the_others_still_run(
 
 
 def test_what_the_pages_download_is_named_until_it_is_here(machine, monkeypatch, tmp_path):
+    monkeypatch.setattr(check_gpu.importlib.util, "find_spec", lambda name: None)
     result, message = check_gpu.outcome(check_gpu.check_downloads, machine)
     assert result == "SKIP" and "stabilityai/sd-vae-ft-ema (autoencoder=sd_vae_ema)" in message
     assert "weights-inception-2015-12-05-6726825d.pth in " in message and "TensorFlow (features=adm)" in message
