@@ -131,7 +131,8 @@ if [ "${1:-}" = prepare ]; then
 fi
 mkdir -p "$out"
 trap 'echo; echo "Stopped by Ctrl-C. Parts that were done are in $out."; exit 130' INT
-export PYTHONUNBUFFERED=1 TREAD_COMMIT=${TREAD_COMMIT:-$(cat .carry/commit 2> /dev/null)}
+export PYTHONUNBUFFERED=1
+[ ! -e .carry/commit ] || export TREAD_COMMIT=${TREAD_COMMIT:-$(cat .carry/commit)}    # where git is absent
 if [ -d .carry/wheels ] && ! has hydra; then
     "$python" -m pip install -q --no-index --no-deps --target "$out/site" .carry/wheels/*.whl || exit
     export PYTHONPATH=$out/site
