@@ -11,7 +11,6 @@ from functools import partial
 from typing import Literal
 
 import torch
-from timm.layers import PatchEmbed
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -38,6 +37,18 @@ def sincos_2d(dim: int, grid_size: int) -> Tensor:
 def timestep_frequencies(count: int, device: torch.device | str | None = None) -> Tensor:
     """Returns `count` geometric frequencies from 1 down, float32."""
     return torch.exp(-math.log(10000) / count * torch.arange(count, dtype=torch.float32, device=device))
+
+
+class PatchEmbed(nn.Module):
+    """Cuts a latent (B, C, h, w) into patches and embeds each as a token: (B, N, hidden_size)."""
+
+    def __init__(self, input_size: int, patch_size: int, in_channels: int, hidden_size: int):
+        super().__init__()
+        self.num_patches = (input_size // patch_size) ** 2
+        self.proj = nn.Conv2d(in_channels, hidden_size, patch_size, stride=patch_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x).flatten(2).transpose(1, 2)
 
 
 class TimestepEmbedder(nn.Module):

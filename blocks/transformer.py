@@ -6,7 +6,6 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from timm.layers import Attention, Mlp
 from torch import Tensor, nn
 
 LAYER_NORM = partial(nn.LayerNorm, elementwise_affine=False, eps=1e-6)
@@ -17,15 +16,42 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     return x * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
 
 
+class Attention(nn.Module):
+    """Self-attention over tokens (B, K, D); qk_norm normalises each head's queries and keys."""
+
+    def __init__(self, hidden_size: int, num_heads: int, qk_norm: bool):
+        super().__init__()
+        self.num_heads, head_dim = num_heads, hidden_size // num_heads
+        self.qkv = nn.Linear(hidden_size, 3 * hidden_size)
+        self.q_norm = nn.LayerNorm(head_dim) if qk_norm else nn.Identity()
+        self.k_norm = nn.LayerNorm(head_dim) if qk_norm else nn.Identity()
+        self.proj = nn.Linear(hidden_size, hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)   # each (B, heads, K, ·)
+        x = F.scaled_dot_product_attention(self.q_norm(q), self.k_norm(k), v)
+        return self.proj(x.transpose(1, 2).flatten(2))
+
+
+class Mlp(nn.Module):
+    def __init__(self, hidden_size: int, hidden_features: int):
+        super().__init__()
+        self.fc1 = nn.Linear(hidden_size, hidden_features)
+        self.fc2 = nn.Linear(hidden_features, hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+
+
 class DiTBlock(nn.Module):
     """A transformer block whose two residual branches are shifted, scaled and gated by the condition (adaLN-Zero)."""
 
     def __init__(self, hidden_size: int, num_heads: int, mlp_ratio: float, grid_size: int, qk_norm: bool = False):
         super().__init__()
         self.norm1 = LAYER_NORM(hidden_size)
-        self.attn = Attention(hidden_size, num_heads=num_heads, qkv_bias=True, qk_norm=qk_norm, norm_layer=nn.LayerNorm)
+        self.attn = Attention(hidden_size, num_heads, qk_norm)
         self.norm2 = LAYER_NORM(hidden_size)
-        self.mlp = Mlp(hidden_size, int(hidden_size * mlp_ratio), act_layer=partial(nn.GELU, approximate="tanh"))
+        self.mlp = Mlp(hidden_size, int(hidden_size * mlp_ratio))
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 6 * hidden_size))
 
     def forward(self, x: Tensor, c: Tensor, positions: Tensor) -> Tensor:
