@@ -16,6 +16,24 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     return x * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
 
 
+def split_heads(qkv: Tensor, num_heads: int) -> list[Tensor]:
+    """Splits tokens (B, K, 3·D) into queries, keys and values, each (B, K, heads, D / heads).
+
+    In these two steps the compiled backward pass copies the three gradients beside each other once, and sums the bias's
+    gradient in the same kernel: 57 MB less in a block of XL/2 at 32 images.
+    """
+    return [part.unflatten(-1, (num_heads, -1)) for part in qkv.unflatten(-1, (3, -1)).unbind(2)]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Averages values by the softmax of queries times keys, each (B, K, heads, D / heads): (B, K, D)."""
+    q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+    # In bfloat16 on a CPU torch's fused kernel takes 1.1 to 5 times as long as plain products up to 128 tokens.
+    plain = v.device.type == "cpu" and v.dtype == torch.bfloat16 and v.shape[2] <= 128
+    x = (q * q.shape[-1] ** -0.5 @ k.mT).softmax(-1) @ v if plain else F.scaled_dot_product_attention(q, k, v)
+    return x.transpose(1, 2).flatten(2)
+
+
 class Attention(nn.Module):
     """Self-attention over tokens (B, K, D); qk_norm normalises each head's queries and keys."""
 
@@ -28,9 +46,8 @@ class Attention(nn.Module):
         self.proj = nn.Linear(hidden_size, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)   # each (B, heads, K, ·)
-        x = F.scaled_dot_product_attention(self.q_norm(q), self.k_norm(k), v)
-        return self.proj(x.transpose(1, 2).flatten(2))
+        q, k, v = split_heads(self.qkv(x), self.num_heads)
+        return self.proj(attend(self.q_norm(q), self.k_norm(k), v))
 
 
 class Mlp(nn.Module):
@@ -66,14 +83,14 @@ class DiTBlock(nn.Module):
 
 
 def rotary_angles(positions: Tensor, grid_size: int, head_dim: int) -> Tensor:
-    """Returns the angles (1 or B, 1, K, head_dim/2) that rotate tokens: one half for the row, one for the column."""
+    """Returns the angles (1 or B, K, 1, head_dim/2) that rotate tokens: one half for the row, one for the column."""
     freqs = 10000.0 ** -(torch.arange(0, head_dim // 2, 2, device=positions.device) / (head_dim // 2))
     places = torch.stack([positions // grid_size, positions % grid_size], dim=-1)  # (1 or B, K, 2)
-    return (places.unsqueeze(-1) * freqs).flatten(2).unsqueeze(1)
+    return (places.unsqueeze(-1) * freqs).flatten(2).unsqueeze(2)
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotates neighbouring pairs of channels of x (B, heads, K, head_dim)."""
+    """Rotates neighbouring pairs of channels of x (B, K, heads, head_dim)."""
     a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = angles.cos(), angles.sin()
     return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2)
@@ -97,12 +114,12 @@ class RotaryAttention(nn.Module):
         self.proj = nn.Linear(hidden_size, hidden_size)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4)
+        q, k, v = split_heads(self.qkv(x), self.num_heads)
         angles = rotary_angles(positions, self.grid_size, self.head_dim)
         # In float32, also under autocast: bfloat16 has too few bits for angles and norms.
         q = rotate(self.q_norm(q.float()), angles).type_as(v)
         k = rotate(self.k_norm(k.float()), angles).type_as(v)
-        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return self.proj(attend(q, k, v))
 
 
 class SwiGLU(nn.Module):
