@@ -146,8 +146,8 @@ class DiT(nn.Module):
         self.y_embedder = LabelEmbedder(num_classes, hidden_size, null_label)
         self.register_buffer("pos_embed", torch.empty(1, self.x_embedder.num_patches, hidden_size))
         self.blocks = nn.ModuleList(
-            kind.block(hidden_size, num_heads, mlp_ratio, grid_size, qk_norm) for _ in range(depth))
-        self.final_layer = FinalLayer(hidden_size, patch_size, self.out_channels, kind.norm(hidden_size))
+            kind(hidden_size, num_heads, mlp_ratio, grid_size, qk_norm) for _ in range(depth))
+        self.final_layer = FinalLayer(hidden_size, patch_size, self.out_channels, kind.final_norm(hidden_size))
         self.initialize_weights(init)
 
     def initialize_weights(self, init: Init) -> None:
@@ -260,7 +260,7 @@ def infer_architecture(
         num_tokens = state_dict["pos_embed"].shape[1]
         num_labels = state_dict["y_embedder.embedding_table.weight"].shape[0]
         out_channels = state_dict["final_layer.linear.weight"].shape[0] // patch_size**2
-        mlp_ratio = kind.block.read_mlp_ratio(first, hidden_size)
+        mlp_ratio = kind.read_mlp_ratio(first, hidden_size)
         depth = depth_of(state_dict, "blocks")
     except (ValueError, LookupError, ZeroDivisionError) as error:
         first = ", ".join(list(state_dict)[:3])[:200]

@@ -12,6 +12,28 @@ LAYER_NORM = partial(nn.LayerNorm, elementwise_affine=False, eps=1e-6)
 RMS_NORM = partial(nn.RMSNorm, eps=1e-6)
 
 
+class Block(nn.Module):
+    """What a file of blocks/ declares: a block, and what is known of networks that consist of it."""
+
+    final_norm = staticmethod(LAYER_NORM)   # makes the norm of the final layer, from its width
+    mark: str | None = None                 # a weight that no other block has
+    models: dict[str, dict] = {}            # named sizes, each a model.backbone_type
+
+
+WIDTHS = {
+    "S": dict(depth=12, hidden_size=384, num_heads=6),
+    "B": dict(depth=12, hidden_size=768, num_heads=12),
+    "L": dict(depth=24, hidden_size=1024, num_heads=16),
+    "XL": dict(depth=28, hidden_size=1152, num_heads=16),
+}
+
+
+def sizes(family: str, *names: str) -> dict[str, dict]:
+    """Maps full names, such as "DiT-B/2" (width and patch size), to the keywords of a network."""
+    pairs = {name: name.split("/") for name in names}
+    return {f"{family}-{name}": {**WIDTHS[width], "patch_size": int(patch)} for name, (width, patch) in pairs.items()}
+
+
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     return x * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
 
@@ -60,8 +82,11 @@ class Mlp(nn.Module):
         return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
 
 
-class DiTBlock(nn.Module):
+class DiTBlock(Block):
     """A transformer block whose two residual branches are shifted, scaled and gated by the condition (adaLN-Zero)."""
+
+    mark = "mlp.fc1.weight"
+    models = sizes("DiT", *(f"{width}/{patch}" for width in WIDTHS for patch in (2, 4, 8)))
 
     def __init__(self, hidden_size: int, num_heads: int, mlp_ratio: float, grid_size: int, qk_norm: bool = False):
         super().__init__()
@@ -135,8 +160,12 @@ class SwiGLU(nn.Module):
         return self.w3(F.silu(gate) * value)
 
 
-class LightningBlock(nn.Module):
+class LightningBlock(Block):
     """LightningDiT's block: DiT's, with RMSNorm, rotary positions and SwiGLU; keys and shapes are hustvl's."""
+
+    final_norm = staticmethod(RMS_NORM)
+    mark = "mlp.w12.weight"
+    models = sizes("LightningDiT", "B/1", "B/2", "L/2", "XL/1", "XL/2")
 
     def __init__(self, hidden_size: int, num_heads: int, mlp_ratio: float, grid_size: int, qk_norm: bool = False):
         super().__init__()

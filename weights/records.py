@@ -1,7 +1,7 @@
 """Builds networks and diffusions from plain records, as in meta.json and configs."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -11,6 +11,7 @@ import torch
 from pydantic import ConfigDict, Field, create_model
 from torch import Tensor
 
+import extensions
 from blocks.fusion import FusingRouter
 from dit import DiT
 from edm import DDPM, EDM
@@ -42,9 +43,16 @@ class Keywords(Settings):
 def keywords(*kinds: type, **others: Any) -> type[Keywords]:
     """Declares constructors' keywords by their signatures' types and defaults; `others` replaces or drops some."""
     parameters = [one for kind in kinds for one in inspect.signature(kind).parameters.values()]
-    fields = {one.name: (one.annotation, ... if one.default is one.empty else one.default) for one in parameters}
+    fields = {one.name: (Any if one.annotation is one.empty else one.annotation,
+                         ... if one.default is one.empty else one.default) for one in parameters}
     fields = {name: field for name, field in (fields | others).items() if field}
     return create_model("Keywords", __base__=Keywords, **fields)
+
+
+def settings_of(kind: Callable, **others: Any) -> type[Keywords]:
+    """Declares the settings of an extension: its parameters that are given by name alone, and `others`."""
+    by_place = inspect.signature(kind).parameters.keys() - extensions.keywords_of(kind).keys()
+    return keywords(kind, **{**dict.fromkeys(by_place), **others})
 
 
 RouteSettings = keywords(Route)  # `resolve_routes` checks the ranges

@@ -11,7 +11,7 @@ from conftest import ROOT
 from test_published_parity import assert_equal, published, wave
 from training_runs import command
 
-from blocks import BLOCKS, BlockKind, mamba, rwkv
+from blocks import BLOCKS, mamba, rwkv
 from blocks.transformer import attend, rotary_angles, rotate
 from dit import DiT, DiT_models, infer_architecture, multiply_adds
 from rf import RF
@@ -30,7 +30,7 @@ def parallel():
     """The block of examples/custom_block.py, which has neither a mark nor an mlp_ratio to read."""
     from examples import custom_block
 
-    BLOCKS["parallel"] = BlockKind(custom_block.ParallelBlock)
+    BLOCKS["parallel"] = custom_block.ParallelBlock
     yield
     del BLOCKS["parallel"]
 
