@@ -21,7 +21,7 @@ from weights.loading import load_trained
 
 PAGE = {"blocks/parallel": "Attention and MLP in parallel", "solvers/midpoint": "The midpoint rule",
         "metrics/mean_distance": "def mean_distance", "extractors/colours": "def colours",
-        "guidances/rescaled": "Guidance whose estimate"}
+        "guidances/rescaled": "Guidance whose estimate", "diffusions/log_uniform": "EDM, trained on noise levels"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -48,6 +48,17 @@ def test_the_pages_block_is_built_by_its_name_with_its_sizes():
     assert type(net.blocks[0]) is BLOCKS["parallel"] and issubclass(BLOCKS["parallel"], Block)
     assert BLOCKS["parallel"].models["Parallel-B/2"]["hidden_size"] == 768
     assert net(torch.randn(2, 3, 8, 8), torch.rand(2), torch.arange(2)).shape == (2, 3, 8, 8)
+
+
+def test_the_pages_diffusion_trains_and_resumes_by_its_name_and_config(shapes, tmp_path):
+    config = tmp_path / "configs/diffusion/log_uniform.yaml"
+    config.parent.mkdir(parents=True)
+    config.write_text("name: log_uniform\nlow: -4.0\nhigh: 2.0\n")
+    assert_resumes(tmp_path, shapes, "diffusion=log_uniform", "--config-dir", str(tmp_path / "configs"))
+    diffusion = load_trained(tmp_path / "whole").diffusion
+    assert type(diffusion).__name__ == "LogUniform" and diffusion.low == -4
+    sigma = diffusion.draw(torch.zeros(4000, 3, 2, 2))[0].log()
+    assert -4 <= sigma.min() < -3.9 and 1.9 < sigma.max() <= 2
 
 
 @pytest.fixture(scope="module")

@@ -74,7 +74,6 @@ SIZES = dict.fromkeys(("input_size", "patch_size", "in_channels", "hidden_size",
     "depth": Annotated[int, Field(ge=1, le=1000)], "num_classes": Classes, "mlp_ratio": Positive}
 NetworkRecord = keywords(DiT, Router, routes=(list[RouteSettings], []), router=None, fusion=(bool, False),
                          **{name: (size, NETWORK[name].default) for name, size in SIZES.items()})
-DIFFUSION_RECORDS = {name: keywords(kind, name=(str, ...)) for name, kind in DIFFUSIONS.items()}
 
 
 class DataRecord(Record):
@@ -164,12 +163,17 @@ def build_schedule(net: DiT, record: dict, seed: int) -> RouteSchedule:
 def diffusion_keywords(diffusion: dict) -> dict:
     """Completes a diffusion's name and keywords with defaults; raises ValueError for those that do not fit."""
     name = diffusion.get("name")
-    if name not in [*DIFFUSIONS]:  # `name` may be a list
-        raise ValueError(f"There is no diffusion {name!r}; choose one of {', '.join(DIFFUSIONS)}.")
-    return read(DIFFUSION_RECORDS[name], diffusion, f"diffusion={name}: ").model_dump()
+    choices = [*DIFFUSIONS, *extensions.names("diffusions")]
+    if name not in choices:  # `name` may be a list
+        raise ValueError(f"There is no diffusion {name!r}; choose one of {', '.join(choices)}.")
+    return read(keywords(diffusion_class(name), name=(str, ...)), diffusion, f"diffusion={name}: ").model_dump()
+
+
+def diffusion_class(name: str) -> type:
+    return DIFFUSIONS.get(name) or extensions.find("diffusions", name)
 
 
 def build_diffusion(diffusion: dict) -> EDM | RF:
     """Builds a diffusion from its name and keywords; raises ValueError for those that do not fit."""
-    keywords = diffusion_keywords(diffusion)
-    return DIFFUSIONS[keywords.pop("name")](**keywords)
+    complete = diffusion_keywords(diffusion)
+    return diffusion_class(complete.pop("name"))(**complete)
