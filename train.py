@@ -309,7 +309,7 @@ def save_sample_score(run: Run, bar: tqdm, stop: ranks.StopRequest, finished: bo
 # ---- the story ------------------------------------------------------------------------------------------------------
 
 
-@command("config", TrainSettings, check=check_settings)
+@command("config", TrainSettings, rooms=("objectives",), check=check_settings)
 def main(cfg: TrainSettings) -> None:
     accelerator = speed.make_accelerator(
         cfg.precision, cfg.grad_accum_steps, cfg.tf32, cfg.cpu,

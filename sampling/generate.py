@@ -18,6 +18,7 @@ from guidance import Guidance
 from rf import RF
 from routing_module import Route
 from runtime.device import DTYPES, upload
+from sampling.checks import sampler_of
 
 SAMPLING_VERSION = 1  # a change of the images of the same seeds increments it: tests/test_versions.py
 
@@ -54,8 +55,8 @@ def sampling_cost(
         meters.append(Meter(guidance.net2))
         guidance = replace(guidance, net2=meters[-1])
     noise, y = torch.zeros(1, net.in_channels, net.input_size, net.input_size), torch.zeros(1, dtype=torch.int64)
-    diffusion.sample(meters[0], noise, y, num_steps=num_steps, guidance=guidance, randn_like=torch.zeros_like,
-                     **sampler)
+    sampler_of(diffusion, **sampler)(meters[0], noise, y, num_steps=num_steps, guidance=guidance,
+                                     randn_like=torch.zeros_like)
     return tuple(sum(getattr(meter, count) for meter in meters) for count in ("passes", "linear", "attention"))
 
 
@@ -97,6 +98,7 @@ def generate(
     """
     device = next(net.parameters()).device
     batch_size = min(batch_size, max(1, math.ceil(len(seeds) / state.num_processes)))
+    sample = sampler_of(diffusion, **sampler)
     silent, began, said = progress is None or not state.is_main_process, time.perf_counter(), 0
     bar = tqdm(total=len(seeds), desc=progress, unit="img", disable=silent or None)
     for start in range(0, len(seeds), batch_size * state.num_processes):
@@ -108,8 +110,7 @@ def generate(
         noise = SeededNoise(sampled + [seeds[0]] * pad, device)
         unit = noise.randn((net.in_channels, net.input_size, net.input_size))
         with torch.autocast(unit.device.type, DTYPES[precision], enabled=precision != "fp32"):
-            latents = diffusion.sample(net, unit, y, num_steps=num_steps, guidance=guidance,
-                                       randn_like=noise.randn_like, **sampler)
+            latents = sample(net, unit, y, num_steps=num_steps, guidance=guidance, randn_like=noise.randn_like)
         yield torch.tensor(sampled + [-1] * pad), batch_labels, decode(latents)
         done = min(start + batch_size * state.num_processes, len(seeds))
         bar.update(done - start)

@@ -1,6 +1,5 @@
 """The settings of configs/config.yaml and its groups, with their types and ranges."""
 
-import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
@@ -37,7 +36,7 @@ from scoring import results
 from scoring.features import Features
 from training import speed
 from weights.averages import WeightsName, names_of
-from weights.records import RouteSettings, ScheduleSettings, keywords
+from weights.records import RouteSettings, ScheduleSettings, keywords, settings_of
 
 
 def size_of(backbone_type: str) -> str:
@@ -285,9 +284,7 @@ def check_effect(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> None:
 def check_objective(objective: dict) -> None:
     """Raises ValueError for an objective without a file, and for a keyword that it lacks or of another type."""
     kind = class_of(objective.get("name"))
-    others = [p.name for p in inspect.signature(kind).parameters.values() if p.kind is not p.KEYWORD_ONLY]
-    declared = keywords(kind, **dict.fromkeys(others), name=(str | None, None))
-    read(declared, objective, f"objective={objective.get('name')}: ")
+    read(settings_of(kind, name=(str | None, None)), objective, f"objective={objective.get('name')}: ")
 
 
 def check_averages(cfg: TrainSettings) -> None:

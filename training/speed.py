@@ -43,16 +43,17 @@ def compile_blocks(model: DiT, how: bool | str) -> None:
     Blocks share their graphs: one for each number of tokens, whatever the depth. Hooks on a block run outside of them:
     FSDP's hooks, which gather and free its weights, and those that collect hidden states.
     """
+    if not how:
+        return  # the compiler is not even imported
     # torch gives up after 8 graphs of one function. Routes of many lengths need more, as do several runs in a notebook.
     torch._dynamo.config.recompile_limit = 64
     # Otherwise torch splits blocks where DDP's buckets end, to send gradients earlier. Blocks are short enough.
     torch._dynamo.config.optimize_ddp = False
     # On a CPU, GELU's tanh takes a tenth of a step less as exponentials than by the compiler's default.
     torch._inductor.config.cpp.use_decompose_tanh = True
-    if how:
-        mode = None if how is True else CUDA_GRAPHS.get(how, how)
-        for block in model.blocks:
-            block.forward = torch.compile(block.forward, dynamic=False, mode=mode)
+    mode = None if how is True else CUDA_GRAPHS.get(how, how)
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, dynamic=False, mode=mode)
 
 
 def compile_to_sample(

@@ -49,8 +49,8 @@ def loss_of(objective, **arrays):
 
 
 @pytest.mark.parametrize(("name", "routes", "settings", "says"), [
-    ("version2", [], {}, "there is no objectives/version2.py; choose one of alignment, .*version1"),
-    ("teachers", [], {}, "there is no objectives/teachers.py"),
+    ("version2", [], {}, "There is no objectives/version2.py; choose one of alignment, .*version1"),
+    ("teachers", [], {}, "There is no objectives/teachers.py"),
     ("alignment", [], dict(shapes={"teacher": (12, 4, 4)}), r"has rows of shape \(12, 4, 4\): run .*patch_size=2"),
     ("version1", [], {}, "set diffusion=edm, model.routes, and model.selection=random"),
 ])
