@@ -37,7 +37,7 @@ from training.settings import ONLY_AT_START, WITHOUT_EFFECT, CheckpointSettings
 from weights import checkpoint as checkpoints
 from weights.averages import names_of
 from weights.loading import Trained, find_by_hash, find_on_main_rank, latest_checkpoint, load_trained, other_data
-from weights.records import DIFFUSIONS, CheckpointRecord, DataRecord, architecture, diffusion_keywords
+from weights.records import CheckpointRecord, DataRecord, architecture, diffusion_class, diffusion_keywords
 
 
 class TrainedData(DataRecord):
@@ -121,7 +121,7 @@ def check_resumable(meta: dict, now: dict, run_dir: Path) -> None:
     def facts(record: dict) -> dict:
         diffusion, objective = diffusion_keywords(record["diffusion"]), record["objective"]
         return {"network": architecture(record["network"]),
-                "diffusion": fixed(diffusion, DIFFUSIONS[diffusion["name"]]),
+                "diffusion": fixed(diffusion, diffusion_class(diffusion["name"])),
                 "objective": fixed(objective, class_of(objective.get("name"))),
                 "data set": record["data"]["fingerprint"],
                 "init_from": record["init_from"], "optimizer": record["optimizer"]}

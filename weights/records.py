@@ -170,6 +170,7 @@ def diffusion_keywords(diffusion: dict) -> dict:
 
 
 def diffusion_class(name: str) -> type:
+    """Returns the class of a diffusion's name; raises ValueError for a name that has none."""
     return DIFFUSIONS.get(name) or extensions.find("diffusions", name)
 
 
