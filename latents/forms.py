@@ -19,8 +19,8 @@ import torch
 
 from autoencoder import SD_VAE_SCALE, Convention
 from latents.listing import Listing, find_tars, list_folder, list_tars, list_zip, stamp_of, tar_members
-from runtime.files import NPY_ERRORS, is_pointer, parse_json, refuse_pointer
-from runtime.schema import first_line
+from runtime.files import MOST_BYTES, open_plain, parse_json, refuse_pointer
+from runtime.foreign import read_npy, reading, refuse_pointer_text
 from weights.autoencoders import HUB_NAMES, STATISTICS, own_convention, read_statistics
 
 # ---- forms ----------------------------------------------------------------------------------------------------------
@@ -100,6 +100,9 @@ def describe_formats(source: str) -> str:
             f"examples/write_latents.py.")
 
 
+MOST_ELEMENTS = 2**20  # of one latent, as some hundred are in memory at once; 16 channels of 256 x 256 have as many
+
+
 @dataclass
 class Stored:
     """A set of latents on disk. Each of `sides` is a function that reads rows start to end unconverted, (n, *shape)."""
@@ -140,6 +143,9 @@ def open_stored(
             convention, form = Convention(), replace(form, decoder="unknown", downsample=None)
     stored.form = replace(form, convention=convention, scaled=form.scaled and scale is None,
                           autoencoder=autoencoder or form.autoencoder)
+    if math.prod(stored.shape) > MOST_ELEMENTS:
+        raise ValueError(f"source={source} holds arrays of shape {stored.shape}, which have more than "
+                         f"{MOST_ELEMENTS:,} numbers each: they are no latents.")
     channels, *sides = stored.shape if min(stored.shape, default=0) > 0 else (0,)
     is_fitting = form.channels in (None, channels) and not (form.kind == "moments" and channels % 2)
     if not is_fitting or len(sides) != 2 or sides[0] != sides[1]:
@@ -174,18 +180,14 @@ def require_labels(source: Path, latents: Collection[str], labels: Collection[st
 def array_reader(listing: Listing, files: list[int]) -> tuple[tuple[int, ...], Callable[[int, int], np.ndarray]]:
     """Returns the common shape of the arrays in `files`, and a function that reads and stacks files start to end."""
     def load(file: int) -> np.ndarray:
-        try:
+        with reading(f"{listing.path}/{listing.names[file]}", "a complete npy file of numbers like the others"):
             stored = listing.read(file)
-            if is_pointer(stored):
-                raise ValueError("a pointer of Git LFS: run git lfs pull")
-            array = np.lib.format.read_array(BytesIO(stored), allow_pickle=False)
+            refuse_pointer_text(stored)
+            array = read_npy(BytesIO(stored), len(stored))
             array = array[0] if array.ndim == 4 and len(array) == 1 else array  # some writers keep the batch axis
             if array.shape != (shape or array.shape):
                 raise ValueError(f"shape {array.shape}, but {listing.names[files[0]]} {shape}")
             return array
-        except NPY_ERRORS as error:
-            raise ValueError(f"{listing.path}/{listing.names[file]} is not a complete npy file of numbers like the "
-                             f"others ({first_line(error)}): copy it again.") from error
 
     def read(start: int, end: int) -> np.ndarray:
         return np.stack([load(file) for file in files[start:end]])
@@ -201,21 +203,19 @@ def open_listed(form: Form, source: Path) -> Stored:
     `{"labels": null}` means one class. The files lie at the top level or in a folder vae-sd.
     """
     if source.is_dir():
-        listing = list_folder(source / "vae-sd" if (source / "vae-sd").is_dir() else source)
+        listing = list_folder(source / "vae-sd" if (source / "vae-sd").is_dir() else source, links=False)
     else:
         listing = list_zip(source)
         listing = listing.below("vae-sd") if any(file.startswith("vae-sd/") for file in listing.names) else listing
     files = files_of(listing)
-    try:
+    with reading(listing.path / "dataset.json", 'a record {"labels": [[file name, class], …]}'):
         pairs = parse_json(listing.read(listing.names.index("dataset.json")))["labels"]
         label_of = dict.fromkeys(files, 0) if pairs is None else {str(file): label for file, label in pairs}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f'{listing.path / "dataset.json"} does not hold {{"labels": [[file name, class], …]}} '
-                         f'({error}).') from error
+        order = sorted(files)
+        labels = np.array([label_of.get(file) for file in order])
     require_labels(listing.path, files, label_of)
-    order = sorted(files)
     shape, read = array_reader(listing, [files[file] for file in order])
-    return Stored(form, np.array([label_of[file] for file in order]), shape,
+    return Stored(form, labels, shape,
                   [listing.stamp(files[file]) for file in order], {"latents": read})
 
 
@@ -226,7 +226,7 @@ def open_pairs(form: Form, source: Path) -> Stored:
     if len(folders) != 1:
         raise ValueError(f"source={source} must hold one folder <name>_features and its <name>_labels, not "
                          f"{', '.join(features.name for features, _ in folders) or 'none'}: use a folder with one.")
-    features, labels = map(list_folder, folders[0])
+    features, labels = (list_folder(folder, links=False) for folder in folders[0])
     latents, label_files = files_of(features), files_of(labels)
     require_labels(source, latents, label_files)
     order = sorted(latents, key=lambda name: ([int(number) for number in re.findall(r"\d+", name)], name))
@@ -252,21 +252,25 @@ def open_pairs(form: Form, source: Path) -> Stored:
 
 def open_safetensors(form: Form, source: Path, latent_norm: bool) -> Stored:
     """Opens shards of latents, latents_flip (N, C, h, w) and labels (N,), and with `latent_norm` latents_stats.pt."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
     files = sorted(source.glob("*.safetensors"))
     if not files:
         raise ValueError(f"source={source} holds no .safetensors.")
+    for file in files:
+        open_plain(file, links=False).close()
     starts, labels, shapes = [0], [], None  # of one latent in each part
     for file in files:
         refuse_pointer(file)
-        try:
-            with safe_open(file, framework="pt") as shard:
-                parts = ["latents"] + [name for name in list(shard.keys()) if name == "latents_flip"]
-                sizes = [tuple(shard.get_slice(part).get_shape()) for part in parts]
-                labels.append(shard.get_tensor("labels").numpy())
-        except (SafetensorError, OSError, TypeError) as error:  # numpy raises TypeError for bfloat16
-            raise ValueError(f"{file} is not a complete safetensors file ({error}): copy it again.") from error
+        with reading(file, "a complete safetensors file"), safe_open(file, framework="pt") as shard:
+            parts = ["latents"] + [name for name in list(shard.keys()) if name == "latents_flip"]
+            slices = [shard.get_slice(part) for part in parts]
+            sizes = [tuple(part.get_shape()) for part in slices]
+            if complex_numbers := [part.get_dtype() for part in slices if part.get_dtype().startswith("C")]:
+                raise ValueError(f"its latents are complex numbers, {complex_numbers[0]}")
+            if math.prod(shard.get_slice("labels").get_shape()) > MOST_BYTES // 8:
+                raise ValueError(f"it has more than {MOST_BYTES // 8:,} labels")
+            labels.append(shard.get_tensor("labels").numpy())
         shapes, count = shapes or [size[1:] for size in sizes], labels[-1].size
         if labels[-1].ndim != 1 or sizes != [(count, *shape) for shape in shapes]:
             raise ValueError(f"{file} has {count} labels and latents {sizes}, but {files[0].name} latents {shapes}.")
@@ -320,9 +324,9 @@ def open_tars(form: Form, source: Path, kind: str | None) -> Stored:
         raise ValueError(f"source={source} has two latents of one name in a tar, or in two tars of one name.")
     require_labels(source, latents, classes)
     shape, read = array_reader(listing, [*latents.values()])
-    try:
-        labels = np.array([int(listing.read(classes[key])) for key in latents], np.int32)
-    except (ValueError, OverflowError) as error:
-        raise ValueError(f"source={source}: a .cls holds no class number ({error}).") from None
+    labels = np.empty(len(latents), np.int32)
+    for row, key in enumerate(latents):
+        with reading(f"source={source}: {key}.cls", "a class number", "correct it"):
+            labels[row] = int(listing.read(classes[key]))
     return Stored(replace(form, kind=kind, scaled=kind == "sample", log_variance=kind == "moments"), labels, shape,
                   [stamp_of(tar) for tar in tars], {"latents": read})

@@ -1,6 +1,5 @@
 """A run's folder: its lock, how checkpoints are saved and resumed, and what is discarded after the resumed step."""
 
-import contextlib
 import json
 import math
 import time
@@ -367,8 +366,7 @@ def discard_after(run_dir: Path, step: int) -> None:
         if int(picture.stem.removeprefix("step-")) > step:
             picture.unlink()
     for path in (run_dir / "metrics.jsonl", run_dir / "results.jsonl"):
-        shared = path.name == "results.jsonl" and path.is_file()  # fid.py may be adding a row
-        with files.locked(path) if shared else contextlib.nullcontext():
+        with files.locked(path):  # fid.py may be adding a row
             rows = "".join(json.dumps(row) + "\n" for row in files.read_rows(path) if training_step(row) <= step)
             if path.is_file() and rows.encode() != path.read_bytes():
                 files.write_text(path, rows)
