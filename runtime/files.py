@@ -209,7 +209,7 @@ def locked(path: Path) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path.with_name(f".{path.name}.lock"), fallback_to_soft=False, is_singleton=True)
     try:
-        lock.acquire(timeout=60, poll_interval=0.001)
+        lock.acquire(timeout=60, poll_interval=0.0002)
     except (NotImplementedError, OSError) as error:  # Timeout is one
         print(f"{path} cannot be locked ({error}): nothing keeps a second process from writing there.")
     try:

@@ -6,6 +6,7 @@ A declared size counts only up to the bytes that are stored, or up to what its r
 import contextlib
 import math
 import os
+import re
 import zipfile
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -36,8 +37,7 @@ def reading(file: object, what: str, remedy: str = "copy it again") -> Iterator[
 
 def printable(text: str) -> str:
     """Writes control characters as escapes, as names in a file may hold codes that a terminal obeys."""
-    return "".join(letter if letter.isprintable() or letter in "\n\r\t" else
-                   letter.encode("unicode_escape").decode() for letter in text)
+    return re.sub(r"[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]", lambda code: ascii(code[0])[1:-1], text)
 
 
 # ---- zips -----------------------------------------------------------------------------------------------------------

@@ -241,7 +241,8 @@ OLDER, HIDDEN = (both(flip("latents-00001.npy", 3000), age("latents-00001.npy", 
 @pytest.mark.parametrize(("change", "verify", "is_refused", "num_compared"), [
     # what happened to a folder, whether all is verified, whether it is refused, whether files were compared
     (as_it_is, False, False, 0), (COPIED, False, False, 1),
-    (CHANGED, False, True, 1), (OLDER, False, True, 1), (HIDDEN, False, False, 0), (HIDDEN, True, True, 9), (COPIED, True, False, 9),
+    (CHANGED, False, True, 1), (OLDER, False, True, 1),
+    (HIDDEN, False, False, 0), (HIDDEN, True, True, 9), (COPIED, True, False, 9),
     (both(CHANGED, without_hashes), True, False, 0),
     (both(flip("labels-00002.npy", 128), age("labels-00002.npy", -9)), False, True, 1),
 ])  # fmt: skip
