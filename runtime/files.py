@@ -56,7 +56,7 @@ def atomic_write(path: Path, synced: bool = True) -> Iterator[Path]:
 
 def remove_leftovers(folder: Path, names: str = "*") -> None:
     """Removes what killed processes have left of files `names` (a glob), which `atomic_write` was writing there."""
-    for unfinished in folder.glob(f".{names}.tmp"):
+    for unfinished in folder.glob(f".{names}.*.tmp"):
         process = re.search(r"\.(\d+)\.tmp$", unfinished.name)
         if process and not is_running(int(process[1])):
             remove(unfinished)
