@@ -340,8 +340,8 @@ def read(
             raise Missing("input_size", "<side of the latents>", 2 * patch, "it holds no pos_embed, and no config.json "
                           "is beside it: set input_size=, such as 32 for images of 256 pixels")
         if (side := sizes["input_size"] // patch) ** 2 * width > MOST_POSITIONS:
-            raise ValueError(f"latents of side {sizes['input_size']} would have {side**2:,} tokens: set input_size=, or "
-                             f"correct sample_size in the config.json beside it")
+            raise ValueError(f"latents of side {sizes['input_size']} would have {side**2:,} tokens: set input_size=, "
+                             f"or correct sample_size in the config.json beside it")
         state["pos_embed"] = sincos_2d(width, side)
     fused = {key: state.pop(key) for key in [*state] if name == "ours" and key.startswith("router.")}
     counts = [*found.get("num_classes", ()), *found.get("num_embeds_ada_norm", ())]

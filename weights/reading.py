@@ -72,7 +72,7 @@ def check_archive(file: Path) -> None:
 
 
 def plain(value: object, seen: dict[int, object]) -> object:
-    """Keeps of what a pickle held its dicts, lists, tensors, text and numbers; raises ValueError for a tensor that lies.
+    """Keeps dicts, lists, tensors, text and numbers of what a pickle held; raises ValueError for a tensor that lies.
 
     `seen` has what was converted before, as one object may lie in many places, or in itself.
     """
