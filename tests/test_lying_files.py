@@ -36,6 +36,7 @@ from sampling.pictures import check_file, read_sampling_record
 from scoring.features import load_extractor
 from scoring.image_sets import open_images
 from scoring.score import open_reference
+from scripts import import_weights as import_script
 from weights.autoencoders import read_statistics
 from weights.reading import read_tensors
 
@@ -125,9 +126,8 @@ def sparse_tar(at: Path) -> None:
     os.truncate(at / "x.tar", 6 * 2**40)
 
 
-def save_diffusers(at: Path) -> None:
+def save_without_positions(at: Path) -> None:
     save_file({key: value for key, value in tiny().items() if key != "pos_embed"}, at / "x.safetensors")
-    (at / "config.json").write_text(json.dumps({"num_attention_heads": 2, "sample_size": 8192}))
 
 
 def read_pt(at: Path) -> None:
@@ -171,8 +171,8 @@ LIES = {  # a lie: what writes it in a folder, what reads it there, what is said
                            partial(first_pixels, "a"), "a/1.png is not a plain file"),
     "a pipe": (lambda at: [(at / "a").mkdir(), os.mkfifo(at / "a/1.png")], partial(first_pixels, "a"),
                "a/1.png is not a plain file"),
-    "a side in a config": (save_diffusers, lambda at: import_weights(at / "x.safetensors", "ours"),
-                           "would have 16,777,216 tokens"),
+    "a side of latents": (save_without_positions, lambda at: import_script.main(
+        f"source={at}/x.safetensors", "format=ours", f"out={at}/out", "input_size=8192"), "have 16,777,216 tokens"),
     "a member of a zip": (lambda at: zipped(at / "x.zip", {"a/0.png": bytes(2**28 + 1)}),
                           partial(first_pixels, "x.zip"), "it has 268,435,457 bytes"),
     "another packing": (lambda at: zipped(at / "x.zip", {"a/0.png": bytes(9)}, zipfile.ZIP_LZMA),
