@@ -25,7 +25,6 @@ from tqdm import tqdm
 from autoencoder import SD_VAE_SCALE, Convention
 from latents.listing import spread
 from runtime.files import is_inside, refuse_pointer, sha256
-from runtime.foreign import Rows, reading
 from runtime.schema import (
     Classes,
     ConventionRecord,
@@ -39,6 +38,7 @@ from runtime.schema import (
     one_of,
     read_record,
 )
+from runtime.untrusted import Rows, reading
 
 KINDS = ("sample", "moments")
 MAX_CLASSES = 1_000_000  # a larger class number is a mistake, and a table of so many classes would fill the memory

@@ -20,7 +20,7 @@ import torch
 from autoencoder import SD_VAE_SCALE, Convention
 from latents.listing import Listing, find_tars, list_folder, list_tars, list_zip, stamp_of, tar_members
 from runtime.files import MOST_BYTES, open_plain, parse_json, refuse_pointer
-from runtime.foreign import read_npy, reading, refuse_pointer_text
+from runtime.untrusted import read_npy, reading, refuse_pointer_text
 from weights.autoencoders import HUB_NAMES, STATISTICS, own_convention, read_statistics
 
 # ---- forms ----------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from latents.folder import open_latents
 from latents.images import open_source
 from rf import RF
 from runtime import files
-from runtime.foreign import Arrays, read_header, reading
+from runtime.untrusted import Arrays, read_header, reading
 from sampling.checks import sampler_settings
 from sampling.generate import SAMPLING_VERSION, generate, sampling_cost
 from weights import autoencoders

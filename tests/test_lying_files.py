@@ -31,7 +31,7 @@ from dit import DiT
 from latents.decoding import UnreadableImage
 from latents.folder import open_latents
 from latents.images import open_source
-from runtime.foreign import Rows, printable
+from runtime.untrusted import Rows, printable
 from sampling.pictures import check_file, read_sampling_record
 from scoring.features import load_extractor
 from scoring.image_sets import open_images

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from runtime.files import open_plain, refuse_pointer
-from runtime.foreign import reading
 from runtime.schema import first_line
+from runtime.untrusted import reading
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin")
 PYTHON = "python:"  # python:module.function
