@@ -11,7 +11,6 @@ from functools import partial
 from typing import Literal
 
 import torch
-from timm.layers import PatchEmbed
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -38,6 +37,18 @@ def sincos_2d(dim: int, grid_size: int) -> Tensor:
 def timestep_frequencies(count: int, device: torch.device | str | None = None) -> Tensor:
     """Returns `count` geometric frequencies from 1 down, float32."""
     return torch.exp(-math.log(10000) / count * torch.arange(count, dtype=torch.float32, device=device))
+
+
+class PatchEmbed(nn.Module):
+    """Cuts a latent (B, C, h, w) into patches and embeds each as a token: (B, N, hidden_size)."""
+
+    def __init__(self, input_size: int, patch_size: int, in_channels: int, hidden_size: int):
+        super().__init__()
+        self.num_patches = (input_size // patch_size) ** 2
+        self.proj = nn.Conv2d(in_channels, hidden_size, patch_size, stride=patch_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x).flatten(2).transpose(1, 2)
 
 
 class TimestepEmbedder(nn.Module):
@@ -135,8 +146,8 @@ class DiT(nn.Module):
         self.y_embedder = LabelEmbedder(num_classes, hidden_size, null_label)
         self.register_buffer("pos_embed", torch.empty(1, self.x_embedder.num_patches, hidden_size))
         self.blocks = nn.ModuleList(
-            kind.block(hidden_size, num_heads, mlp_ratio, grid_size, qk_norm) for _ in range(depth))
-        self.final_layer = FinalLayer(hidden_size, patch_size, self.out_channels, kind.norm(hidden_size))
+            kind(hidden_size, num_heads, mlp_ratio, grid_size, qk_norm) for _ in range(depth))
+        self.final_layer = FinalLayer(hidden_size, patch_size, self.out_channels, kind.final_norm(hidden_size))
         self.initialize_weights(init)
 
     def initialize_weights(self, init: Init) -> None:
@@ -249,7 +260,7 @@ def infer_architecture(
         num_tokens = state_dict["pos_embed"].shape[1]
         num_labels = state_dict["y_embedder.embedding_table.weight"].shape[0]
         out_channels = state_dict["final_layer.linear.weight"].shape[0] // patch_size**2
-        mlp_ratio = kind.block.read_mlp_ratio(first, hidden_size)
+        mlp_ratio = kind.read_mlp_ratio(first, hidden_size)
         depth = depth_of(state_dict, "blocks")
     except (ValueError, LookupError, ZeroDivisionError) as error:
         first = ", ".join(list(state_dict)[:3])[:200]

@@ -20,6 +20,8 @@ from routing_module import Route
 class EDM:
     """Noises a latent as x + sigma·eps with ln(sigma) ~ N(P_mean, P_std²), and learns D(x + sigma·eps; sigma) = x."""
 
+    max_noise = math.inf     # the highest noise level
+
     def __init__(self, P_mean: float = -1.2, P_std: float = 1.2, sigma_data: Annotated[float, Gt(0)] = 0.5):
         self.P_mean, self.P_std, self.sigma_data = P_mean, P_std, sigma_data
 

@@ -7,7 +7,7 @@ guidance, SG), a worse network (AutoGuidance), or several of these. They also ch
 import hashlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache, lru_cache, partial
 
 import torch
@@ -76,6 +76,9 @@ class Guidance:
         record = {name: getattr(self, name) for name in ("scale", "gamma1", "gamma2", "drop_label", "interval")}
         record["routes"] = None if self.routes is None else [route.plain() for route in self.routes]
         record |= {"channels": self.channels} if self.channels else {}
+        if type(self) is not Guidance:
+            own = {each.name: getattr(self, each.name) for each in fields(self) if each.kw_only}
+            record["kind"] = {"name": type(self).__module__.rpartition(".")[2], **own}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in record.items()}
 
     def check(self, net: nn.Module) -> None:
@@ -103,6 +106,10 @@ class Guidance:
             return ()
         routes = net.routes if self.routes is None else resolve_routes(self.routes, len(net.blocks))
         return tuple(replace(route, selection_ratio=ratio, path_drop=0.0) for route in routes)
+
+    def combine(self, strong: Tensor, weak: Tensor, t: float) -> Tensor:
+        """Returns the guided estimate (B, C, h, w) from both passes' at noise level t; guidances/ may have others."""
+        return weak + self.scale * (strong - weak)
 
     def guide(
         self, predict: Callable[..., Tensor], net: nn.Module, noise: Tensor, y: Tensor, num_steps: int,
@@ -136,7 +143,7 @@ class Guidance:
             else:
                 strong, weak = run(net, routes1, x, y), run(net2, routes2, x, y2)
             n = self.channels or x.shape[1]  # channels beyond those of the state are not guided
-            return torch.cat([weak[:, :n] + self.scale * (strong[:, :n] - weak[:, :n]), strong[:, n:]], dim=1)
+            return torch.cat([self.combine(strong[:, :n], weak[:, :n], t), strong[:, n:]], dim=1)
 
         return guided
 

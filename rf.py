@@ -43,6 +43,9 @@ class RF:
     2501.01423).
     """
 
+    changeable = ("cosine_weight",)     # when a run is resumed
+    max_noise = 1.0                     # the highest noise level
+
     def __init__(
         self, timestep_sampling: TimestepSampling = "logit_normal", cosine_weight: Annotated[float, Ge(0)] = 0.0,
         shift: Shift = None,

@@ -17,7 +17,6 @@ from accelerate import PartialState
 from omegaconf import OmegaConf
 
 from guidance import Guidance
-from rf import RF
 from runtime import files
 from runtime.command import command
 from runtime.device import join_ranks
@@ -62,10 +61,11 @@ def default_grid(cfg: GridSettings, config_name: str, trained: Trained, ending: 
     checkpoint, path = trained.checkpoint, Path(cfg.checkpoint)
     if checkpoint.run is not None:
         return files.inside(checkpoint.run, "samples", f"{checkpoint.folder.name}-{trained.weights}{ending}")
-    if path.exists():
-        return checkpoint.folder / f"{trained.weights}{ending}"
     # What does not exist is a name of the Hugging Face Hub; its grids are written here.
-    return Path(f"{'-'.join(path.parts)}{f'-{cfg.weights}' if cfg.weights else ''}{ending}")
+    place, stem = Path(), f"{'-'.join(path.parts)}{f'-{cfg.weights}' if cfg.weights else ''}"
+    if path.exists():  # beside the folder, which may be published as it is
+        place, stem = checkpoint.folder.resolve().parent, f"{checkpoint.folder.resolve().name}-{trained.weights}"
+    return place / f"{stem}{ending}"
 
 
 def sample_all(
@@ -108,7 +108,7 @@ def check_settings(cfg: SampleSettings, cli_overrides: Mapping[str, str]) -> Sam
     return cfg
 
 
-@command("sample", SampleSettings, check=check_settings)
+@command("sample", SampleSettings, rooms=("solvers", "guidances"), check=check_settings)
 def main(cfg: SampleSettings) -> None:
     state, kind = join_ranks(cfg.cpu, cfg.tf32, cfg.precisions), suffix_of_output(cfg)
     seeds = parse_seeds("seeds", cfg.seeds)
@@ -146,13 +146,13 @@ def check_grid(cfg: GridSettings, cli_overrides: Mapping[str, str]) -> GridSetti
     return cfg
 
 
-@command("rf", GridSettings, check=check_grid)
+@command("rf", GridSettings, rooms=("solvers", "guidances"), check=check_grid)
 def compare_guided(cfg: GridSettings) -> None:
     """Samples a flow-matching network guided and unguided, and prints what each costs: `python rf.py`."""
     state = join_ranks(cfg.cpu, cfg.tf32, cfg.precisions)
     sampling = open_sampling(state, cfg, most_classes=GRID_CLASSES)
     trained = sampling.trained
-    if not isinstance(trained.diffusion, RF) or sampling.guidance is None:
+    if trained.diffusion.max_noise != 1 or sampling.guidance is None:
         raise ValueError(f"rf.py samples flow matching (diffusion=rf) with and without guidance, and this is "
                          f"{trained.recorded['diffusion']['name']} with scale={as_text(cfg.scale)}: use sample.py.")
     seeds = list(range(8 * len(sampling.classes))) if cfg.seeds is None else parse_seeds("seeds", cfg.seeds)

@@ -32,7 +32,7 @@ from latents.loader import batches, to_latent
 from objectives import DiffusionLoss
 from runtime import files, ranks, sharding
 from runtime.command import command
-from runtime.schema import as_text
+from runtime.schema import as_text, typed
 from sampling.generate import gathered, generate
 from sampling.options import labels_of
 from sampling.pictures import write_grid
@@ -309,7 +309,7 @@ def save_sample_score(run: Run, bar: tqdm, stop: ranks.StopRequest, finished: bo
 # ---- the story ------------------------------------------------------------------------------------------------------
 
 
-@command("config", TrainSettings, check=check_settings)
+@command("config", TrainSettings, rooms=("objectives",), check=check_settings)
 def main(cfg: TrainSettings) -> None:
     accelerator = speed.make_accelerator(
         cfg.precision, cfg.grad_accum_steps, cfg.tf32, cfg.cpu,
@@ -388,7 +388,7 @@ def main(cfg: TrainSettings) -> None:
         folder, name = checkpoints.step_folder(run.folder, run.step), signal.Signals(stopped_by).name
         accelerator.print(f"Stopped by {name} at step {run.step}; saved in {folder}. The same command resumes.")
         sys.exit(128 + stopped_by)
-    following = f" Next: python sample.py checkpoint={run.folder}" if run.step else ""
+    following = f" Next: python sample.py {typed('checkpoint', run.folder)}" if run.step else ""
     accelerator.print(f"Finished {run.step} steps: {run.folder}.{following}")
 
 

@@ -7,15 +7,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blocks.transformer import LAYER_NORM, modulate, refuse_qk_norm
+from blocks.transformer import LAYER_NORM, Block, modulate, refuse_qk_norm
 
 
-class MambaBlock(nn.Module):
+class MambaBlock(Block):
     """Mamba's mixer as the one residual branch, shifted, scaled and gated by the condition, as in ZigMa (2403.13802).
 
     num_heads are the heads of the scan. A block has no MLP, so mlp_ratio has no effect, and scans the tokens in the
     order given. Raises ValueError for qk_norm, as it has neither queries nor keys.
     """
+
+    mark = "mixer.A_log"
+    # This size and RWKV's match the paper's two parameter counts; the paper does not state width and depth.
+    models = {"Mamba-B/2": dict(depth=20, hidden_size=768, num_heads=24, patch_size=2)}  # 111M
 
     def __init__(self, hidden_size: int, num_heads: int, mlp_ratio: float, grid_size: int, qk_norm: bool = False):
         super().__init__()

@@ -6,17 +6,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blocks.transformer import LAYER_NORM, modulate, refuse_qk_norm
+from blocks.transformer import LAYER_NORM, Block, modulate, refuse_qk_norm
 
 MAX_DECAY = 40.0  # over the whole sequence: e^±40 is still a float32
 
 
-class RWKVBlock(nn.Module):
+class RWKVBlock(Block):
     """RWKV's mixers over tokens and channels in two adaLN-Zero branches, as in Diffusion-RWKV (arXiv 2404.04478).
 
     Each channel averages over tokens with its own weights, so num_heads has no effect. Raises ValueError for qk_norm,
     as it has no queries.
     """
+
+    mark = "spatial_mix.decay"
+    models = {"RWKV-L/2": dict(depth=18, hidden_size=768, num_heads=12, patch_size=2)}  # 210M
 
     def __init__(self, hidden_size: int, num_heads: int, mlp_ratio: float, grid_size: int, qk_norm: bool = False):
         super().__init__()

@@ -149,22 +149,6 @@ class Latents:
                     tensor[copy * self.count + start :][: len(part)] = part
         return tensors[0], torch.from_numpy(self.labels.astype(np.int64)).to(device), *tensors[1:]
 
-    def find_damaged(self, indices: np.ndarray, mirror: np.ndarray | None, names: Iterable[str]) -> str | None:
-        """Returns a text with the file and row of the first of `indices` that holds NaN or infinity, or None."""
-        for name, rows in {"latents": self.read(indices, mirror)[0], **self.rows_of(names, indices, mirror)}.items():
-            finite = np.isfinite(rows).reshape(len(rows), -1).all(axis=1)
-            if finite.all():
-                continue
-            first = int(np.argmin(finite))
-            shard = int(np.searchsorted(self.starts, indices[first], side="right")) - 1
-            is_copy = mirror is not None and bool(mirror[first])
-            file = self.files[shard + is_copy * (len(self.starts) - 1)]
-            if name != "latents":  # an array's files are named after the latents' and have the same rows
-                name += "_mirrored" if is_copy and self.arrays[name].mirror == "files" else ""
-                file = file.with_name(self.files[shard].name.replace("latents-", f"{name}-"))
-            return f"{file}, row {indices[first] - self.starts[shard]} (image {indices[first]} of the data set)"
-        return None
-
     def require(self, *, shape: tuple[int, int, int], num_classes: int) -> None:
         """Raises ValueError if the latents do not fit a network for `shape` (C, h, w) and `num_classes`."""
         if self.shape[1] != self.shape[2]:
@@ -363,10 +347,10 @@ def mark_known(record: Path, files: Iterable[Path]) -> None:
 
 
 def check_labels(labels: np.ndarray, num_classes: int, where: str | Path, remedy: str) -> None:
-    """Raises ValueError, ending in `remedy`, for a label that is not an integer in 0..num_classes - 1."""
+    """Raises ValueError for labels that are no integers, or ending in `remedy`, beyond 0..num_classes - 1."""
     if labels.dtype.kind not in "iu" or labels.ndim != 1:
         raise ValueError(f"{where} has labels of type {labels.dtype} and shape {labels.shape}, not one integer each: "
-                         f"{remedy}.")
+                         f"write int(label), or the place of the 1 in a row of 0 and 1.")
     low, high = labels.min(initial=0), labels.max(initial=0)
     if low < 0 or high >= num_classes:
         bad = low if low < 0 else high
@@ -390,10 +374,12 @@ def _check_values(latents: Latents) -> None:
     indices, mirror = latents.probe()
     stored = latents.read(indices, mirror)[0].astype(np.float64)
     where = f"{latents.where} ({len(indices)} of {latents.count} latents checked)"
-    finite = np.isfinite(stored).all(axis=(1, 2, 3))
-    if not finite.all():
-        raise ValueError(f"{where}: {(~finite).sum()} hold NaN or infinity, such as image {indices[~finite][0]}. "
-                         "Prepare them again; an autoencoder in half precision is the usual cause.")
+    for name, rows in {"latents": stored, **latents.rows_of(latents.arrays, indices, mirror)}.items():
+        finite = np.isfinite(rows).reshape(len(rows), -1).all(axis=1)
+        if not finite.all():
+            raise ValueError(f"{where}: {(~finite).sum()} {name} hold NaN or infinity, such as image "
+                             f"{indices[~finite][0]}. Prepare them again; a network in half precision is the usual "
+                             f"cause.")
     check_kind(stored, latents.kind, where,
                'a latent folder needs [mean, exp(logvar / 2)] * scale and "kind": "moments".')
     mean, std = np.split(stored, 2, axis=1) if latents.kind == "moments" else (stored, np.zeros(1))

@@ -18,8 +18,10 @@ import numpy as np
 import torch
 
 from autoencoder import SD_VAE_SCALE, Convention
-from latents.listing import Listing, find_tars, list_folder, list_tars, list_zip, stamp_of, tar_members
-from runtime.files import MOST_BYTES, open_plain, parse_json, refuse_pointer
+from latents.labels import parse_dataset
+from latents.listing import Listing, find_tars, list_folder, list_tars, list_zip, require_one_set, stamp_of, tar_members
+from runtime.files import MOST_BYTES, open_plain, refuse_pointer
+from runtime.schema import first_line, typed
 from runtime.untrusted import read_npy, reading, refuse_pointer_text
 from weights.autoencoders import HUB_NAMES, STATISTICS, own_convention, read_statistics
 
@@ -63,11 +65,12 @@ def convert(form: Form, values: torch.Tensor) -> torch.Tensor:
         return convention.moments(values).half()
     if form.kind == "sample":
         return convention.latent(values).half()
+    means, stds = values.chunk(2, dim=1)
     if convention.latents_mean is None:
-        return (values * convention.scale).half()  # both mean and std
+        return torch.cat([convention.latent(means), stds * convention.scale], dim=1).half()
     mean, std = (torch.tensor(numbers).view(-1, 1, 1) for numbers in (convention.latents_mean, convention.latents_std))
     scale = convention.scale / std
-    return torch.cat([values[:, : len(mean)] * scale - mean * scale, values[:, len(mean) :] * scale], dim=1).half()
+    return torch.cat([means * scale - (mean + convention.shift) * scale, stds * scale], dim=1).half()
 
 
 LISTED = ("img-mean-std-*.npy", "*/img-mean-std-*.npy", "vae-sd/*/img-mean-std-*.npy")
@@ -86,7 +89,7 @@ def describe_formats(source: str) -> str:
     """Returns a sentence with the formats that write files of such names, and what must be typed for each."""
     path, names = Path(source), []
     if (path / "metadata.json").is_file():
-        return f"source={source} is a latent folder already: train on it with data.path={source}."
+        return f"source={source} is a latent folder already: train on it with {typed('data.path', source)}."
     if tars := [tar for tar in find_tars(source) if tar.suffix == ".tar"]:
         names = [member.name for member in itertools.islice(tar_members(tars[0]), 8)]
     elif path.is_file() and zipfile.is_zipfile(path):
@@ -132,20 +135,15 @@ def open_stored(
         case _:
             stored = open_listed(form, path)
     form = stored.form
-    convention = replace(form.convention, scale=scale or form.convention.scale)
-    if form.scaled and scale is None and autoencoder:
-        convention = own_convention(autoencoder)    # by which they were scaled already
-        if convention is None and stored.shape[:1] == (4,):
-            raise ValueError(f"autoencoder={autoencoder} does not say by what source={source} was scaled: "
-                             f"leave it out if by sd_vae_ema's {SD_VAE_SCALE}, or name a folder whose config.json has "
-                             f"the scale. In training, data.autoencoder= may name another decoder.")
-        if convention is None:                      # not an SD-VAE's, so a decoder gets them as they are
-            convention, form = Convention(), replace(form, decoder="unknown", downsample=None)
-    stored.form = replace(form, convention=convention, scaled=form.scaled and scale is None,
-                          autoencoder=autoencoder or form.autoencoder)
     if math.prod(stored.shape) > MOST_ELEMENTS:
         raise ValueError(f"source={source} holds arrays of shape {stored.shape}, which have more than "
                          f"{MOST_ELEMENTS:,} numbers each: they are no latents.")
+    form = replace(form, autoencoder=autoencoder or form.autoencoder, scaled=form.scaled and scale is None)
+    if form.convention.latents_mean is not None:    # statistics belong to the stored values, whatever decodes them
+        form = replace(form, convention=replace(form.convention, scale=scale or form.convention.scale))
+    elif autoencoder or scale:
+        form = scaled_by(form, source, stored.shape[0], scale)
+    stored.form = form
     channels, *sides = stored.shape if min(stored.shape, default=0) > 0 else (0,)
     is_fitting = form.channels in (None, channels) and not (form.kind == "moments" and channels % 2)
     if not is_fitting or len(sides) != 2 or sides[0] != sides[1]:
@@ -158,6 +156,25 @@ def open_stored(
                          f"{stored.form.autoencoder}'s have 4: correct kind= or latent_norm=, or set autoencoder= "
                          f"(none if it is unknown).")
     return stored
+
+
+def scaled_by(form: Form, source: str, channels: int, scale: float | None) -> Form:
+    """Completes a form by its autoencoder's own convention, or by a scale for one that has none.
+
+    Raises ValueError where the two differ, or neither says how to scale.
+    """
+    name, own = form.autoencoder, own_convention(form.autoencoder)
+    if own is not None and scale not in (None, own.scale):
+        raise ValueError(f"scale={scale:g} is typed, but autoencoder={name} decodes latents of scale {own.scale:g}: "
+                         f"leave scale= out, name the folder of another autoencoder, or set autoencoder=none.")
+    if own is not None or scale is not None:
+        return replace(form, convention=own or Convention(scale))
+    if form.scaled and channels != 4:               # not an SD-VAE's, so a decoder gets them as they are
+        return replace(form, convention=Convention(), decoder="unknown", downsample=None)
+    raise ValueError(f"autoencoder={name} does not say by what source={source} {'was' if form.scaled else 'is to be'} "
+                     f"scaled: leave it out if by an SD-VAE's {SD_VAE_SCALE}, name a folder whose config.json has the "
+                     f"scale{'' if form.scaled else ', or set scale= as well'}. In training, data.autoencoder= may "
+                     f"name another decoder.")
 
 
 # ---- one npy file per array -----------------------------------------------------------------------------------------
@@ -208,13 +225,19 @@ def open_listed(form: Form, source: Path) -> Stored:
         listing = list_zip(source)
         listing = listing.below("vae-sd") if any(file.startswith("vae-sd/") for file in listing.names) else listing
     files = files_of(listing)
-    with reading(listing.path / "dataset.json", 'a record {"labels": [[file name, class], …]}'):
-        pairs = parse_json(listing.read(listing.names.index("dataset.json")))["labels"]
-        label_of = dict.fromkeys(files, 0) if pairs is None else {str(file): label for file, label in pairs}
-        order = sorted(files)
-        labels = np.array([label_of.get(file) for file in order])
+    if "dataset.json" not in listing.names:
+        raise ValueError(f"source={source} has no {listing.path / 'dataset.json'}, the labels of the files beside it: "
+                         f"copy it there.")
+    try:
+        label_of = parse_dataset(listing.read(listing.names.index("dataset.json")))
+    except ValueError as error:
+        raise ValueError(f"{listing.path / 'dataset.json'} cannot be read, as {first_line(error)}.") from error
+    label_of = dict.fromkeys(files, 0) if label_of is None else label_of
     require_labels(listing.path, files, label_of)
+    order = sorted(files)
     shape, read = array_reader(listing, [files[file] for file in order])
+    with reading(listing.path / "dataset.json", "a list of one class for each file", "correct it"):
+        labels = np.array([label_of[file] for file in order])
     return Stored(form, labels, shape,
                   [listing.stamp(files[file]) for file in order], {"latents": read})
 
@@ -256,9 +279,11 @@ def open_safetensors(form: Form, source: Path, latent_norm: bool) -> Stored:
 
     files = sorted(source.glob("*.safetensors"))
     if not files:
-        raise ValueError(f"source={source} holds no .safetensors.")
+        folder = typed("source", source if source.is_dir() else source.parent)
+        raise ValueError(f"source={source} is no folder of .safetensors: name one, as in {folder}.")
     for file in files:
         open_plain(file, links=False).close()
+    require_one_set(source, files, "source")
     starts, labels, shapes = [0], [], None  # of one latent in each part
     for file in files:
         refuse_pointer(file)
@@ -314,9 +339,7 @@ def open_tars(form: Form, source: Path, kind: str | None) -> Stored:
     if kind is None:
         raise ValueError(f"source={source}: tars do not record what they hold: set kind=sample (scaled latents, as "
                          f"TREAD's) or kind=moments ([mean, log-variance]).")
-    if len({"train" in tar.name for tar in tars}) > 1:
-        raise ValueError(f"source={source} has tars with and without train in their names. TREAD trains only on those "
-                         f"with it: select them, as in \"source='{tars[0].parent}/*train*.tar'\".")
+    require_one_set(source, tars, "source")
     listing = list_tars(tars, source)
     latents, classes = ({name.removesuffix(suffix): i for name, i in files_of(listing, suffix).items()}
                         for suffix in (".latent.npy", ".cls"))
@@ -326,7 +349,7 @@ def open_tars(form: Form, source: Path, kind: str | None) -> Stored:
     shape, read = array_reader(listing, [*latents.values()])
     labels = np.empty(len(latents), np.int32)
     for row, key in enumerate(latents):
-        with reading(f"source={source}: {key}.cls", "a class number", "correct it"):
+        with reading(f"source={source}: {key}.cls", "a class number", "write 0, 1, 2 …"):
             labels[row] = int(listing.read(classes[key]))
     return Stored(replace(form, kind=kind, scaled=kind == "sample", log_variance=kind == "moments"), labels, shape,
                   [stamp_of(tar) for tar in tars], {"latents": read})

@@ -8,7 +8,7 @@ import io
 import os
 import posixpath
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,10 +16,11 @@ import numpy as np
 
 from latents.listing import Listing, a_few, is_hidden
 from runtime.files import parse_json
-from runtime.schema import first_line
+from runtime.schema import first_line, typed
 
 WAYS = ("folders", "parents", "names", "cls", "none")
 NUMBER = re.compile(r"[-+]?\d*\.?\d+(e[-+]?\d+)?", re.IGNORECASE)
+NO_LABEL = {"", "nan", "na", "n/a", "<na>", "none", "null"}  # how tables write it, in any case
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,11 @@ class Columns:
 
 
 USUAL = Columns()
+
+
+def is_no_label(value: object) -> bool:
+    """True for what stands for a missing label in a table or a file of labels: None, NaN, or one of NO_LABEL."""
+    return value is None or value != value or isinstance(value, str) and value.casefold() in NO_LABEL
 
 
 def label_images(way: str, listing: Listing, names: list[str], columns: Columns) -> tuple[np.ndarray, list[str]]:
@@ -63,10 +69,12 @@ def label_images(way: str, listing: Listing, names: list[str], columns: Columns)
         classes = read_cls(listing, names)
     else:
         classes = match_names(rows, way, listing, inner)
-    if unlabelled := [name for name, label in zip(inner, classes, strict=True) if label in (None, "")]:
+    is_name = way in ("folders", "parents", "names")
+    if unlabelled := [f"{name} ({label or 'none'})" for name, label in zip(inner, classes, strict=True)
+                      if (not label if is_name else is_no_label(label))]:
         raise ValueError(f"labels={way} has no class for {len(unlabelled)} of the {len(names)} images, such as "
                          f"{unlabelled[0]}: add it, move them away, or set labels=none for a set without classes.")
-    if way in ("folders", "parents", "names"):
+    if is_name:
         return number_names(classes, classes)
     return number_classes(classes, [*rows.values()] if way not in WAYS else classes, f"labels={way}")
 
@@ -88,10 +96,12 @@ def number_classes(classes: Sequence[object], listed: Sequence[object], where: s
 
     Raises ValueError for other numbers, for what is neither a number nor text, and for spaces around a label.
     """
-    if odd := [value for value in listed if type(value) is not int and value not in (None, str(value).strip())]:
+    listed = [value for value in listed if not is_no_label(value)]
+    if odd := [value for value in listed if type(value) is not int and (
+            value != str(value).strip() or not value.isprintable())]:
         raise ValueError(f"{where} has the label {odd[0]!r}, which is neither a whole number nor text without spaces "
                          f"around it: correct it.")
-    texts = {str(value) for value in listed if value not in (None, "")}
+    texts = {str(value) for value in listed}
     if not all(map(NUMBER.fullmatch, texts)):
         return number_names([str(label) for label in classes], [*texts])
     if odd := [text for text in sorted(texts) if not re.fullmatch(r"0|[1-9]\d{0,5}", text)]:
@@ -103,10 +113,20 @@ def number_classes(classes: Sequence[object], listed: Sequence[object], where: s
 
 
 def read_cls(listing: Listing, names: list[str]) -> list[str | None]:
-    """Reads the .cls beside each image, as in webdataset's samples; None if there is none."""
+    """Reads the .cls beside each image; None if there is none. Raises ValueError for one that is not text."""
     place = {name: i for i, name in enumerate(listing.names) if name.endswith(".cls")}
-    beside = [place.get(f"{posixpath.splitext(name)[0]}.cls") for name in names]
-    return [None if i is None else listing.read(i).decode().strip() for i in beside]
+    beside = [cls_beside(name, place) for name in names]
+    try:
+        return [None if file is None else listing.read(place[last := file]).decode().strip() for file in beside]
+    except UnicodeDecodeError:
+        raise ValueError(f"labels=cls: {last} is not text in UTF-8: write a number or a name.") from None
+
+
+def cls_beside(name: str, present: Container[str]) -> str | None:
+    """Returns the .cls beside an image: of its stem, or of webdataset's key, which ends at the first dot."""
+    folder, _, file = name.rpartition("/")
+    stems = posixpath.splitext(name)[0], posixpath.join(folder, file.partition(".")[0])
+    return next((f"{stem}.cls" for stem in stems if f"{stem}.cls" in present), None)
 
 
 # ---- label files ----------------------------------------------------------------------------------------------------
@@ -126,31 +146,43 @@ def read_label_file(file: str, listing: Listing, columns: Columns) -> dict[str, 
     name, kind = name_within(listing, file), Path(file).suffix.lower()
     if not Path(file).is_file() and name not in listing.names:
         raise ValueError(f"labels={file} is not a file, looked for from {Path.cwd()}, nor one of {', '.join(WAYS)}.")
-    rows: dict[str, object] = {}
     try:
         content = Path(file).read_bytes() if Path(file).is_file() else listing.read(listing.names.index(name))
         if kind == ".json":
-            pairs = parse_json(content)["labels"]
-        elif kind == ".csv":
+            return parse_dataset(content)
+        if kind == ".csv":
             text = io.StringIO(content.decode("utf-8-sig"), newline="")
-            pairs = read_columns([*csv.reader(text, strict=True)], columns)
-        elif kind == ".jsonl":  # not splitlines, which would also split at U+2028 within a text
+            return by_name(read_columns([*csv.reader(text, strict=True)], columns))
+        if kind == ".jsonl":  # not splitlines, which would also split at U+2028 within a text
             records = [parse_json(line) for line in content.decode("utf-8-sig").split("\n") if line.strip()]
             heads = [*dict.fromkeys(head for record in records for head in record)]
-            pairs = read_columns([heads, *([record.get(head) for head in heads] for record in records)], columns)
-        else:
-            raise ValueError("its suffix is not .json, .csv or .jsonl: write a .csv, as docs/data.md shows")
-        for name, label in pairs or ():
-            if not isinstance(name, str):
-                raise ValueError(f"the name {name} is no text")
-            if rows.setdefault(name, label) != label:
-                raise ValueError(f"it gives {name} two classes")
-    except (ValueError, csv.Error) as error:
+            rows = [[record.get(head) for head in heads] for record in records]
+            return by_name(read_columns([heads, *rows], columns))
+        raise ValueError("its suffix is not .json, .csv or .jsonl: write a .csv, as docs/data.md shows")
+    except (ValueError, AttributeError, csv.Error) as error:
         raise ValueError(f"labels={file} cannot be read, as {first_line(error)}.") from error
-    except (LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f'labels={file} is not EDM\'s {{"labels": [[name, class], …]}}: write a .csv, as docs/data.md '
-                         f"shows.") from error
-    return None if pairs is None else rows
+
+
+def parse_dataset(content: bytes) -> dict[str, object] | None:
+    """Reads the class of each name in EDM's dataset.json; None for `"labels": null`. Raises ValueError for others."""
+    record = parse_json(content)
+    pairs = record.get("labels", ()) if isinstance(record, dict) else ()
+    if pairs is None:
+        return None
+    if not isinstance(pairs, list) or any(not isinstance(pair, list) or len(pair) != 2 for pair in pairs):
+        raise ValueError('it is not EDM\'s {"labels": [[name, class], …]}: write that, or a .csv as in docs/data.md')
+    return by_name(pairs)
+
+
+def by_name(pairs: Iterable[Sequence]) -> dict[str, object]:
+    """Maps names, without ./ at the start, to classes; raises ValueError for a name of two classes, or of no text."""
+    rows: dict[str, object] = {}
+    for name, label in pairs:
+        if not isinstance(name, str):
+            raise ValueError(f"the name {name} is no text")
+        if rows.setdefault(posixpath.normpath(name), label) != label:
+            raise ValueError(f"it gives {name} two classes")
+    return rows
 
 
 def read_columns(rows: list[list], columns: Columns) -> list[tuple[str, object]]:
@@ -180,8 +212,8 @@ def match_names(rows: dict[str, object], file: str, listing: Listing, names: lis
     fits = [reading for reading in readings if not reading.keys().isdisjoint(names)]
     if len(fits) != 1:
         raise ValueError(f"labels={file} names {'no' if not fits else 'two sets of'} images: its names, such as "
-                         f"{next(iter(rows), 'none')}, are paths with suffix from the source or from its own folder, "
-                         f"and the source has {names[0]}.")
+                         f"{next(iter(rows), 'none')}, are paths with / and suffix from the source or from its own "
+                         f"folder, and the source has {names[0]}: docs/data.md has lines of pandas that write them.")
     return [fits[0].get(name) for name in names]
 
 
@@ -195,12 +227,12 @@ def only_way(source: str | Path, listing: Listing, names: list[str], columns: Co
     """
     inner = [listing.name_in_tar(name) for name in names]
     depths, tops = {name.count("/") for name in inner}, {name.split("/")[0] for name in inner}
-    stems, present = {posixpath.splitext(name)[0] for name in names}, {*listing.names}
-    beside = ["cls"] if any(f"{stem}.cls" in present for stem in stems) else []
+    present = {*listing.names}
+    beside = ["cls"] if any(cls_beside(name, present) for name in names) else []
     files = [f"{listing.path}/{name}" for name in listing.names if not is_hidden(name) and (
-        name.endswith((".csv", ".jsonl", ".parquet")) or posixpath.basename(name) == "dataset.json"
-        or name.endswith(".json") and posixpath.splitext(name)[0] in stems)]
-    if depths == {1} and len(tops) > 1 and not files and not beside:
+        name.endswith((".csv", ".jsonl", ".parquet")) or posixpath.basename(name) == "dataset.json")]
+    records = any(f"{posixpath.splitext(name)[0]}.json" in present for name in names)
+    if depths == {1} and len(tops) > 1 and not files and not beside and not records:
         return "folders"
     if depths == {0} and beside and not files:
         return "cls"
@@ -209,7 +241,7 @@ def only_way(source: str | Path, listing: Listing, names: list[str], columns: Co
     ways = (*folders, *beside, *["names"] * (None not in heads and len(heads) > 1), *files[:3], "none")
     raise ValueError(f"source={source} may be labelled in several ways, so set one: "
                      f"{'; '.join(describe(way, listing, names, columns) for way in ways)}; or labels=<file>.csv, as "
-                     f"in docs/data.md.")
+                     f"in docs/data.md{', whose lines write one from a key of the .json beside images' * records}.")
 
 
 def describe(way: str, listing: Listing, names: list[str], columns: Columns) -> str:
@@ -218,10 +250,10 @@ def describe(way: str, listing: Listing, names: list[str], columns: Columns) -> 
         if way == "cls":
             return "labels=cls: the .cls of each image"
         if way.endswith(".parquet"):
-            return f"source={way} for the images in it; or its labels, written as a .csv"
+            return f"{typed('source', way)} for the images in it; or its labels, written as a .csv"
         class_names = label_images(way, listing, names, columns)[1]
     except ValueError as error:
         return str(error).rstrip(".")
     count = f"{len(class_names)} {'class' if len(class_names) == 1 else 'classes'} ({a_few(class_names)})"
     parents = {posixpath.dirname(name) for name in names}
-    return f"labels={way}: {count}{f' of {len(parents)} folders' if way == 'parents' else ''}"
+    return f"{typed('labels', way)}: {count}{f' of {len(parents)} folders' if way == 'parents' else ''}"

@@ -77,16 +77,6 @@ def _batches(names: list[str], on_device: tuple[torch.Tensor, ...] | None, loade
             yield stored, y, dict(zip(names, arrays, strict=True))
 
 
-def find_damaged(latents: Latents, batch_size: int, seed: int, steps: range, arrays: Iterable[str]) -> list[str]:
-    """Rereads the global batches of `steps`, counted as in `batches`, and looks for NaN or infinity.
-
-    Returns the file and row of the first bad latent in each bad batch.
-    """
-    names = [name for name in arrays if name in latents.arrays]
-    plan = itertools.islice(_plan(latents, batch_size, seed, 0, 1, steps.start), len(steps))
-    return [damaged for job in plan if (damaged := latents.find_damaged(*job, names))]
-
-
 def to_latent(stored: torch.Tensor, kind: str) -> torch.Tensor:
     """Returns x (B, C, h, w) float32 on the device of `stored`. Moments are sampled as x = mean + std * eps.
 

@@ -18,9 +18,10 @@ from tqdm import tqdm
 from latents.folder import mark_known, open_npy, row_types
 from latents.loader import read_ahead
 from runtime.files import atomic_write, lock_folder, remove, require_room, sha256, write_text
-from runtime.schema import read_json
+from runtime.schema import read_json, typed
 
 MOST_NAMES = 100_000  # of files left out; webdataset's .txt and .json may be millions, and a record must remain small
+MOST_SMALL = 200_000  # images of a set that the small experiments are for
 LEFTOVERS = (".*.npy.*.tmp", ".*.json.*.tmp")  # files that runtime.files.atomic_write leaves behind if killed
 
 
@@ -203,7 +204,10 @@ def finish(
     kind = f"{metadata['kind']}, mirrored" if metadata["mirrored"] else metadata["kind"]
     size = sum(file.stat().st_size for file in out.glob("*.npy"))
     print(f"{out}: {count:,} latents {tuple(metadata['shape'])}, {kind}, {size / 1e6:,.0f} MB")
-    # On a CPU, accelerate launch would limit the process to one thread, and experiment=small needs a GPU.
-    launch = ("python train.py experiment=small_cpu" if device.type == "cpu" else
-              "accelerate launch train.py experiment=small")
-    print(f"next: {launch} data.path={out} name={out.name}")
+    # On a CPU, accelerate launch would limit the process to one thread. small and small_cpu are for small sets, whose
+    # latents have 64 tokens on a CPU; train.py's own settings are for sets such as ImageNet.
+    side, is_small = metadata["shape"][1], count <= MOST_SMALL
+    launch = ("accelerate launch train.py data=folder" if not is_small else
+              "accelerate launch train.py experiment=small" if device.type != "cpu" else
+              "python train.py experiment=small_cpu" + f" model.patch_size={side // 8}" * (side > 32))
+    print(f"next: {launch} {typed('data.path', out)} {typed('name', out.name)}")

@@ -1,29 +1,26 @@
 """The training losses, one in each file: the diffusion's in diffusion.py, and those that add a term or replace it.
 
-A file `objectives/<name>.py` holds a class of the same name in CamelCase, and `objective=<name>` trains with it:
+A file `objectives/<name>.py` declares one subclass of DiffusionLoss, and `objective.name=<name>` trains with it:
 CONTRIBUTING.md, "Add a loss of your own", has one in 20 lines.
 """
 
-import importlib
-import pkgutil
 from collections.abc import Mapping
 
 from torch import nn
 
+import extensions
 from objectives.diffusion import DiffusionLoss, own_state, trained_parameters
 from routing_module import RouteSchedule
 
 __all__ = ["DiffusionLoss", "build_objective", "class_of", "own_state", "trained_parameters"]
 
 
+BASE, HELPERS = DiffusionLoss, {"diffusion", "teachers"}  # files that are no objective
+
+
 def class_of(name: str | None) -> type[DiffusionLoss]:
     """Returns the class in `objectives/<name>.py`, or DiffusionLoss for None; raises ValueError for other names."""
-    if name is None:
-        return DiffusionLoss
-    names = sorted({module.name for module in pkgutil.iter_modules(__path__)} - {"diffusion", "teachers"})
-    if name not in names:
-        raise ValueError(f"objective={name}: there is no objectives/{name}.py; choose one of {', '.join(names)}.")
-    return getattr(importlib.import_module(f"objectives.{name}"), name.title().replace("_", ""))
+    return DiffusionLoss if name is None else extensions.find("objectives", name)
 
 
 def build_objective(

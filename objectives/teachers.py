@@ -4,7 +4,6 @@ import difflib
 from collections.abc import Callable
 from pathlib import Path
 
-import timm
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -63,6 +62,8 @@ def timm_teacher(name: str, grid: int) -> Teacher:
 
     The image's side is chosen to fit the grid: patch size · grid, as in REPA for DINOv2, or 16 · grid.
     """
+    import timm  # slow: takes seconds
+
     cfg = timm.get_pretrained_cfg(name) if timm.is_model(name) else None
     if cfg is None or not cfg.hf_hub_id:
         near = difflib.get_close_matches(name, timm.list_models(pretrained=True), n=3)

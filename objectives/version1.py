@@ -20,6 +20,8 @@ class Version1(DiffusionLoss):
     ValueError for another diffusion, no routes, or another selection.
     """
 
+    changeable = ("mae_weight",)
+
     def __init__(self, *args: object, mae_weight: Annotated[float, Ge(0)] = 0.0):
         super().__init__(*args)
         if type(self.diffusion) is not EDM or not self.net.routes or self.net.router.selection != "random":

@@ -1,8 +1,6 @@
 """What `routed` knows about other people's networks: a table with one row for each class."""
 
-import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import replace
 from math import prod
 from types import SimpleNamespace
 from typing import Any
@@ -10,57 +8,115 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from routed.modules import plain_class
+from routed.networks import Blocks, Family, argument_names, by_place, fewer, lists_of_blocks, owner_of, pairs, unwrapped
+
+TEXT, ROPE, MASK = "encoder_hidden_states", "image_rotary_emb", "attention_mask"
+PLAIN = Family((Blocks("blocks"),))
+FAMILIES = {    # of libraries
+    "dit.DiT": Family((Blocks("blocks", {"positions": 1}),)),
+    "diffusers.DiTTransformer2DModel": Family((Blocks("transformer_blocks"),)),
+    "diffusers.PixArtTransformer2DModel": Family((Blocks("transformer_blocks", {MASK: 2}),)),
+    "diffusers.SD3Transformer2DModel": Family((Blocks("transformer_blocks", text=TEXT, out=1),)),
+    "diffusers.Flux3Transformer2DModel": Family(
+        (Blocks("mode_blocks.image", {"temb_mod": 1, ROPE: 0}),
+         Blocks("single_transformer_blocks", {"temb_mod": 1, ROPE: 0}, text=TEXT, out=1)),
+        free=lambda network, call: call["hidden_states"].shape[1]),
+    "diffusers.ChromaTransformer2DModel": Family(
+        (Blocks("transformer_blocks", {ROPE: 0, MASK: 1}, text=TEXT, out=1),
+         Blocks("single_transformer_blocks", {ROPE: 0, MASK: 1}))),
+    "diffusers.Krea2Transformer2DModel": Family(
+        (Blocks("transformer_blocks", {ROPE: 0, MASK: 3}),), front=lambda network, call: call[TEXT].shape[1]),
+    "diffusers.PRXTransformer2DModel": Family((Blocks("blocks", {ROPE: 2}),)),
+    "diffusers.HiDreamImageTransformer2DModel": Family(
+        (Blocks("double_stream_blocks", {ROPE: 1, "hidden_states_masks": 1}, text=TEXT, rejoins=True),
+         Blocks("single_stream_blocks", {ROPE: 1, "hidden_states_masks": 1}, rejoins=True)), text_last=True),
+    "diffusers.CogView3PlusTransformer2DModel": Family((Blocks("transformer_blocks", text=TEXT),)),
+    "diffusers.CogView4Transformer2DModel": Family((Blocks("transformer_blocks", {ROPE: 0}, text=TEXT),)),
+    "diffusers.CogVideoXTransformer3DModel": Family((Blocks("transformer_blocks", {ROPE: 0}, text=TEXT),)),
+    "diffusers.AuraFlowTransformer2DModel": Family(
+        (Blocks("joint_transformer_blocks", text=TEXT, out=1), Blocks("single_transformer_blocks"))),
+    "diffusers.Lumina2Transformer2DModel": Family(
+        (Blocks("layers", {MASK: 1, ROPE: 1}),),
+        front=lambda network, call: call["encoder_attention_mask"].sum(dim=1)),
+    "diffusers.LTXVideoTransformer3DModel": Family((Blocks("transformer_blocks", {ROPE: 1, "temb": 1}),)),
+    "diffusers.LTX2VideoTransformer3DModel": Family(
+        (Blocks("transformer_blocks", {"video_rotary_emb": -2, "ca_video_rotary_emb": -2, "temb": 1,
+                                       "temb_ca_scale_shift": 1, "temb_ca_gate": 1}),)),
+    "diffusers.CosmosTransformer3DModel": Family(
+        (Blocks("transformer_blocks", {ROPE: 0, "extra_pos_emb": 1, "embedded_timestep": -2, "temb": -2}),)),
+    "diffusers.MochiTransformer3DModel": Family((Blocks("transformer_blocks", {ROPE: -3}, text=TEXT),)),
+    "diffusers.Kandinsky5Transformer3DModel": Family((Blocks("visual_transformer_blocks", {"rope": 1}),)),
+    "diffusers.Kandinsky6Transformer3DModel": Family((Blocks("visual_transformer_blocks", {"vis_rope": -5}),)),
+}
+CODES = {       # original code, recognised by the class and by what `fits`
+    **dict.fromkeys(("DiT", "SiT", "PixArt", "PixArtMS"), (PLAIN,)),
+    "LightningDiT": (Family((Blocks("blocks", {"feat_rope": by_place(2)}),)),),
+    "MMDiTX": (Family((Blocks("joint_blocks", tokens=1, text=0, out=1),)),),
+}
 
 
-@dataclass(frozen=True)
-class Blocks:
-    """A list of blocks, and the arguments of a block that matter for routing, each by its name or its position.
-
-    `along` maps each argument with a value per token to the axis of the tokens, in each tensor of a tuple, list or
-    dict; a tuple of axes belongs to the parts of a tuple. The block receives (B, K, …), where each sample has its own
-    rows. If the axis is 0, the table has no batch axis, and the block is called once for each sample. A negative axis
-    counts from the end; if it is the first, the block broadcasts (B, K, …) itself. For what an axis cannot say there
-    are the functions `pairs`, `fewer` and `by_place(axis)`. None declares that an argument has no value per token.
-    """
-
-    path: str
-    along: Mapping[str | int, Any] = field(default_factory=dict)
-    tokens: str | int = 0               # the argument that is routed
-    text: str | int | None = None       # the argument with the text tokens, if text has its own stream
-    out: int = 0                        # where the tokens are in what a block returns, if it is a tuple
-    whole: bool = False                 # the network changes all tokens between blocks, so each block puts them back
-    each: bool = False                  # the block is called once for each sample, as where an axis is 0
-
-    def modules_of(self, network: nn.Module, given: Any = None) -> list[nn.Module]:
-        """Lists the blocks in a module or at this path; raises ValueError if the network has none there."""
-        try:
-            blocks = given if isinstance(given, nn.Module) else network.get_submodule(self.path)
-        except AttributeError:
-            blocks = None
-        blocks = list(blocks.values()) if isinstance(blocks, nn.ModuleDict) else blocks
-        if not isinstance(blocks, list | nn.ModuleList | nn.Sequential):
-            raise ValueError(f"{type(network).__name__} has no {self.path} with several blocks. Lists of blocks in it: "
-                             f"{lists_of_blocks(network)}.")
-        return list(blocks)
+# Encoders: class and register tokens in front.
+def in_front(network: nn.Module, _call: dict) -> int:
+    """Counts class and register tokens; timm, transformers and facebookresearch use different names for them."""
+    if hasattr(network, "num_prefix_tokens"):
+        return network.num_prefix_tokens
+    owner = getattr(network, "config", network)
+    return 1 + getattr(owner, "num_register_tokens", getattr(owner, "n_storage_tokens", 0))
 
 
-@dataclass(frozen=True)
-class Family:
-    """A network's lists of blocks in call order, and which tokens of a sequence may be routed.
-
-    They are contiguous. `front` counts the tokens before them from the network and its arguments: one number, or one
-    for each sample (B,). `free` counts the tokens that may be routed, if there are others behind them. Text that has
-    its own stream in one list, and none in the next, has joined the sequence there: in front, or with `text_last`
-    behind all others.
-    """
-
-    lists: tuple[Blocks, ...]
-    front: Callable[[nn.Module, dict], Any] | None = None
-    free: Callable[[nn.Module, dict], int] | None = None
-    text_last: bool = False
+def of_heads(table: Tensor, kept: Any) -> Tensor:
+    """Reduces timm's table (N, D), (heads, N, D) or (B or 1, heads or 1, N, D): (B, heads or 1, K, D)."""
+    return kept.rows(table[(None,) * (4 - table.ndim)], 2)
 
 
+DINO = Family((Blocks("encoder.layer"),), front=in_front)
+FAMILIES |= {
+    "timm.VisionTransformer": Family((Blocks("blocks"),), front=in_front),
+    "timm.Eva": Family((Blocks("blocks", {"rope": of_heads}),), front=in_front),
+    "transformers.ViTModel": Family((Blocks("layers"),), front=in_front),
+    "transformers.Dinov2Model": DINO,
+    "transformers.Dinov2WithRegistersModel": DINO,
+    "transformers.DINOv3ViTModel": Family((Blocks("model.layer", {"position_embeddings": 0}),), front=in_front),
+}
+CODES |= {
+    "DinoVisionTransformer": (Family((Blocks("blocks", {"rope_or_rope_list": 0}),), front=in_front),     # DINOv3
+                              Family((Blocks("blocks"),), front=in_front)),
+}
+
+
+# Flux and its relatives, whose condition images follow the image.
+def first_image(_network: nn.Module, call: dict) -> int:
+    """Counts the tokens of the image to be predicted; condition images follow it and have another first coordinate."""
+    places = call["x_ids" if "x_ids" in call else "img_ids"]
+    of_image = (places[0] if places.ndim == 3 else places)[:, 0]        # (N,)
+    first = of_image == of_image[0]
+    if torch.compiler.is_compiling():       # which cannot wait for the GPU, as the last line does
+        assert first.all(), ("With condition images compile the blocks (compile_repeated_blocks), not the network: how "
+                             "many tokens may be routed depends on img_ids.")
+        return len(first)
+    return int(first.cumprod(dim=0).sum())
+
+
+FLUX = Family((Blocks("transformer_blocks", {ROPE: 0}, text=TEXT, out=1),
+               Blocks("single_transformer_blocks", {ROPE: 0}, text=TEXT, out=1)), free=first_image)
+FLUX2 = Family((FLUX.lists[0], Blocks("single_transformer_blocks", {ROPE: 0})), free=first_image)
+FAMILIES |= {
+    "diffusers.FluxTransformer2DModel": FLUX,
+    "diffusers.BriaTransformer2DModel": FLUX,
+    "diffusers.LongCatImageTransformer2DModel": FLUX,
+    "diffusers.OvisImageTransformer2DModel": FLUX,
+    "diffusers.Flux2Transformer2DModel": FLUX2,
+    "diffusers.BriaFiboTransformer2DModel": FLUX2,
+}
+CODES |= {
+    "Flux": (Family((Blocks("double_blocks", {"pe": 2}, text="txt"), Blocks("single_blocks", {"pe": 2})),
+                    free=first_image),),
+    "Flux2": (Family((Blocks("double_blocks", {"pe": 2}, text="txt"), Blocks("single_blocks", {"pe": 2})),
+                     free=first_image),),
+}
+
+
+# Networks that receive lists of images, or pack attention's parameters in a record.
 def one_size(images: list) -> Any:
     """Returns the shape, or the number of tokens, that all images share; raises ValueError if they differ."""
     first, *others = (image if isinstance(image, int) else getattr(image, "shape", None) for image in images)
@@ -82,18 +138,49 @@ def patches_of(_network: nn.Module, call: dict) -> int:
     return frames // call["f_patch_size"] * (rows // call["patch_size"]) * (columns // call["patch_size"])
 
 
-def first_image(_network: nn.Module, call: dict) -> int:
-    """Counts the tokens of the image to be predicted; condition images follow it and have another first coordinate."""
-    places = call["x_ids" if "x_ids" in call else "img_ids"]
-    of_image = (places[0] if places.ndim == 3 else places)[:, 0]        # (N,)
-    first = of_image == of_image[0]
-    if torch.compiler.is_compiling():       # which cannot wait for the GPU, as the last line does
-        assert first.all(), ("With condition images compile the blocks (compile_repeated_blocks), not the network: how "
-                             "many tokens may be routed depends on img_ids.")
-        return len(first)
-    return int(first.cumprod(dim=0).sum())
+def words_of_one_size(_network: nn.Module, call: dict) -> Tensor:
+    """Counts the words of each text (B,); raises ValueError for images of several sizes."""
+    one_size(call["x"])
+    return call["cap_mask"].sum(dim=1)
 
 
+def ends(cumulative: Tensor, kept: Any) -> Tensor:
+    """Reduces flash attention's cumulative lengths (2B + 1,): the ends of each sample's tokens and of its padding."""
+    if kept.sample is not None:
+        cumulative = cumulative[2 * kept.sample:][:3] - cumulative[2 * kept.sample]
+    return cumulative - kept.num_routed * ((torch.arange(len(cumulative), device=cumulative.device) + 1) // 2).to(
+        cumulative.dtype)
+
+
+def fewer_in_params(params: Any, kept: Any) -> Any:
+    """Reduces musubi-tuner's AttentionParams, in which image tokens come before text tokens."""
+    mask = params.attention_mask
+    if mask is not None and not isinstance(mask, Tensor):
+        raise ValueError("An attention bias of xformers counts all tokens: set attn_mode to torch or flash.")
+    if mask is not None and mask.ndim == 4:
+        mask = mask.take_along_dim(kept.places(mask.shape[-1])[:, None, None], 3)
+    elif mask is not None and not params.split_attn:
+        mask = kept.rows(mask, 1)
+    counts = dict(img_len=fewer, seqlens=fewer, cu_seqlens=ends, max_seqlen=fewer)
+    return replace(params, attention_mask=mask, **{
+        name: reduce(count, kept) for name, reduce in counts.items() if (count := getattr(params, name)) is not None})
+
+
+FAMILIES |= {
+    "diffusers.ZImageTransformer2DModel": Family(
+        (Blocks("layers", {"attn_mask": 1, "freqs_cis": 1}),), free=padded_image),
+}
+CODES |= {
+    "ZImageTransformer2DModel": (Family(
+        (Blocks("layers", {"freqs_cis": 1, "attn_params": fewer_in_params}),), free=patches_of),),
+    "SingleStreamDiT": (Family(
+        (Blocks("blocks", {"freqs": 1, "attn_params": fewer_in_params}),),
+        free=lambda network, call: call["img"].shape[1]),),
+    "NextDiT": (Family((Blocks("layers", {"x_mask": 1, "freqs_cis": 1, "pe": 1}),), front=words_of_one_size),),
+}
+
+
+# Qwen-Image, whose condition images are in its stream.
 def first_of_shapes(_network: nn.Module, call: dict) -> int:
     """Counts the tokens of the image to be predicted from img_shapes; the images after it are conditions."""
     return one_size([prod(sample[0] if isinstance(sample, list) else sample) for sample in call["img_shapes"]])
@@ -105,6 +192,32 @@ def before_last_image(_network: nn.Module, call: dict) -> int:
     return call[TEXT].shape[1] + conditions - conditions // 4
 
 
+def halves(condition: Tensor, kept: Any) -> Tensor:
+    """Reduces Qwen-Image's conditions (2B, D), in which the second half belongs to the condition images."""
+    return condition if len(condition) == 1 else condition[kept.sample::len(condition) // 2]
+
+
+def with_last(modulation: Tensor, kept: Any) -> Tensor:
+    """Reduces Qwen-Image 2.1's modulation (B + 1, D), whose last row is for tokens that are not predicted."""
+    return modulation if len(modulation) == 1 else modulation[[kept.sample, -1]]
+
+
+FAMILIES |= {
+    "diffusers.QwenImageTransformer2DModel": Family(
+        (Blocks("transformer_blocks", {ROPE: (0, None), "modulate_index": 1, "temb": halves}, text=TEXT, out=1),),
+        free=first_of_shapes),
+    "diffusers.QwenImage21Transformer2DModel": Family(
+        (Blocks("transformer_blocks", {"rotary_emb": 0, "target_token_mask": 0, "key_valid": 1,
+                                       "modulation": with_last}),), front=before_last_image),
+}
+CODES |= {
+    "QwenImageTransformer2DModel": (Family(
+        (Blocks("transformer_blocks", {ROPE: (0, None), "timestep_zero_index": fewer}, text=TEXT, out=1),),
+        free=first_of_shapes),),
+}
+
+
+# Hunyuan.
 def given_frame(network: nn.Module, call: dict) -> int:
     """Counts the tokens of HunyuanVideo's first frame if that is the condition."""
     if network.config.image_condition_type != "token_replace":
@@ -112,64 +225,33 @@ def given_frame(network: nn.Module, call: dict) -> int:
     return prod(size // network.config.patch_size for size in call["hidden_states"].shape[-2:])
 
 
-def in_front(network: nn.Module, _call: dict) -> int:
-    """Counts class and register tokens; timm, transformers and facebookresearch use different names for them."""
-    if hasattr(network, "num_prefix_tokens"):
-        return network.num_prefix_tokens
-    owner = getattr(network, "config", network)
-    return 1 + getattr(owner, "num_register_tokens", getattr(owner, "n_storage_tokens", 0))
+HUNYUAN = dict(freqs_cis=0, attn_mask=pairs, total_len=fewer, cu_seqlens_q=ends, cu_seqlens_kv=ends,
+               max_seqlen_q=fewer, max_seqlen_kv=fewer)
+FAMILIES |= {
+    "diffusers.HunyuanImageTransformer2DModel": Family(
+        (Blocks("transformer_blocks", {ROPE: 0, MASK: 3}, text=TEXT),
+         Blocks("single_transformer_blocks", {ROPE: 0, MASK: 3}, text=TEXT)), text_last=True),
+    "diffusers.HunyuanVideoTransformer3DModel": Family(
+        (Blocks("transformer_blocks", {"freqs_cis": 0, MASK: 3}, text=TEXT),
+         Blocks("single_transformer_blocks", {ROPE: 0, MASK: 3}, text=TEXT)), front=given_frame, text_last=True),
+    "diffusers.HunyuanVideo15Transformer3DModel": Family((Blocks("transformer_blocks", {"freqs_cis": 0}, text=TEXT),)),
+}
+CODES |= {
+    "HYVideoDiffusionTransformer": (Family(
+        (Blocks("double_blocks", HUNYUAN, text="txt"), Blocks("single_blocks", HUNYUAN)), text_last=True),),
+    "HunyuanVideo_1_5_DiffusionTransformer": (Family(   # between two lists it counts image tokens, so one is routed
+        (Blocks("double_blocks", {"freqs_cis": 0, "attn_param": None, "attn_params": fewer_in_params}, text="txt"),),
+        text_last=True),),
+}
 
 
-def words_of_one_size(_network: nn.Module, call: dict) -> Tensor:
-    """Counts the words of each text (B,); raises ValueError for images of several sizes."""
-    one_size(call["x"])
-    return call["cap_mask"].sum(dim=1)
-
-
-def fewer(count: Any, kept: Any) -> Any:
-    """Reduces a number of tokens, for each sample or for all."""
-    return count - kept.gone
-
-
-def pairs(mask: Tensor, kept: Any) -> Tensor:
-    """Reduces an attention mask (N, N) or (B or 1, …, N, N) to the kept tokens: (B, …, K, K)."""
-    mask = mask if mask.ndim > 2 else mask[None, None]
-    index = kept.places(mask.shape[-1])
-    index = index.view(len(index), *[1] * (mask.ndim - 2), -1)
-    return mask.take_along_dim(index.mT, -2).take_along_dim(index, -1)
-
-
-def by_place(axis: int) -> Callable:
-    """Wraps a module or function that rotates tokens by position: it receives all tokens, with 0 for routed ones."""
-    def for_kept(rotate: Callable, kept: Any) -> Callable:
-        def rotated(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            length = x.shape[axis] + kept.gone      # of the stream, or of the image in it
-            shape, places = [1] * x.ndim, kept.places(length)
-            shape[0], shape[axis] = places.shape
-            index = places.view(shape).expand_as(x)
-            full = x.new_zeros(*x.shape[:axis], length, *x.shape[axis + 1:]).scatter(axis, index, x)
-            return rotate(full, *args, **kwargs).gather(axis, index)
-        return rotated
-    return for_kept
-
-
-# The reductions below are those of single networks; `kept.sample` is that of a block called once for each sample.
-
-
-def ends(cumulative: Tensor, kept: Any) -> Tensor:
-    """Reduces flash attention's cumulative lengths (2B + 1,): the ends of each sample's tokens and of its padding."""
-    if kept.sample is not None:
-        cumulative = cumulative[2 * kept.sample:][:3] - cumulative[2 * kept.sample]
-    return cumulative - kept.gone * ((torch.arange(len(cumulative), device=cumulative.device) + 1) // 2).to(
-        cumulative.dtype)
-
-
+# Wan, whose original code counts a grid in its blocks.
 def grid_line(grids: Tensor, kept: Any) -> Tensor:
     """Replaces Wan's grid (1, 3) of frames, rows and columns: the kept tokens form one line."""
     if prod(grids[0].tolist()) != kept.length:
         raise ValueError(f"A video of {grids[0].tolist()} tokens in a sequence of {kept.length}: videos of several "
                          f"sizes, or padded ones, cannot be routed. Set seq_len to the number of tokens of each.")
-    return grids.new_tensor([[kept.length - kept.gone, 1, 1]])
+    return grids.new_tensor([[kept.length - kept.num_routed, 1, 1]])
 
 
 def grid_rows(table: Any, kept: Any) -> Any:
@@ -189,147 +271,31 @@ def grid_rows(table: Any, kept: Any) -> Any:
     return SimpleNamespace(split=lambda sizes, dim: [line, *[line.new_empty(1, 0)] * (len(sizes) - 1)])
 
 
+WAN = Family((Blocks("blocks", {"rotary_emb": 1, "temb": -3}),))
+FAMILIES |= {
+    "diffusers.WanTransformer3DModel": WAN,
+    "diffusers.ChronoEditTransformer3DModel": WAN,
+    "diffusers.WanVACETransformer3DModel": Family((Blocks("blocks", {"rotary_emb": 1}, rejoins=True),)),
+    "diffusers.SkyReelsV2Transformer3DModel": Family((Blocks("blocks", {"rotary_emb": 1, "temb": -2}),)),
+}
+CODES |= {
+    "WanModel": (Family((Blocks("blocks", {
+        "e": -3, "seq_lens": fewer, "grid_sizes": grid_line, "freqs": grid_rows}, per_sample=True),)),),
+}
+
+
+# MinRF.
 def first_rows(_table: Tensor, kept: Any) -> Tensor:
     """Replaces minRF's table without a batch axis, which the network cuts to as many rows as a block has tokens."""
     return kept.rows(kept.network.freqs_cis[:kept.length], 0)
 
 
-def halves(condition: Tensor, kept: Any) -> Tensor:
-    """Reduces Qwen-Image's conditions (2B, D), in which the second half belongs to the condition images."""
-    return condition if len(condition) == 1 else condition[kept.sample::len(condition) // 2]
-
-
-def with_last(modulation: Tensor, kept: Any) -> Tensor:
-    """Reduces Qwen-Image 2.1's modulation (B + 1, D), whose last row is for tokens that are not predicted."""
-    return modulation if len(modulation) == 1 else modulation[[kept.sample, -1]]
-
-
-def of_heads(table: Tensor, kept: Any) -> Tensor:
-    """Reduces timm's table (N, D), (heads, N, D) or (B or 1, heads or 1, N, D): (B, heads or 1, K, D)."""
-    return kept.rows(table[(None,) * (4 - table.ndim)], 2)
-
-
-def fewer_in_params(params: Any, kept: Any) -> Any:
-    """Reduces musubi-tuner's AttentionParams, in which image tokens come before text tokens."""
-    mask = params.attention_mask
-    if mask is not None and not isinstance(mask, Tensor):
-        raise ValueError("An attention bias of xformers counts all tokens: set attn_mode to torch or flash.")
-    if mask is not None and mask.ndim == 4:
-        mask = mask.take_along_dim(kept.places(mask.shape[-1])[:, None, None], 3)
-    elif mask is not None and not params.split_attn:
-        mask = kept.rows(mask, 1)
-    counts = dict(img_len=fewer, seqlens=fewer, cu_seqlens=ends, max_seqlen=fewer)
-    return replace(params, attention_mask=mask, **{
-        name: reduce(count, kept) for name, reduce in counts.items() if (count := getattr(params, name)) is not None})
-
-
-TEXT, ROPE, MASK = "encoder_hidden_states", "image_rotary_emb", "attention_mask"
-PLAIN = Family((Blocks("blocks"),))
-FLUX = Family((Blocks("transformer_blocks", {ROPE: 0}, text=TEXT, out=1),
-               Blocks("single_transformer_blocks", {ROPE: 0}, text=TEXT, out=1)), free=first_image)
-FLUX2 = Family((FLUX.lists[0], Blocks("single_transformer_blocks", {ROPE: 0})), free=first_image)
-WAN = Family((Blocks("blocks", {"rotary_emb": 1, "temb": -3}),))
-DINO = Family((Blocks("encoder.layer"),), front=in_front)
-FAMILIES = {    # of libraries
-    "dit.DiT": Family((Blocks("blocks", {"positions": 1}),)),
-    "timm.VisionTransformer": Family((Blocks("blocks"),), front=in_front),
-    "timm.Eva": Family((Blocks("blocks", {"rope": of_heads}),), front=in_front),
-    "transformers.ViTModel": Family((Blocks("layers"),), front=in_front),
-    "transformers.Dinov2Model": DINO,
-    "transformers.Dinov2WithRegistersModel": DINO,
-    "transformers.DINOv3ViTModel": Family((Blocks("model.layer", {"position_embeddings": 0}),), front=in_front),
-    "diffusers.DiTTransformer2DModel": Family((Blocks("transformer_blocks"),)),
-    "diffusers.PixArtTransformer2DModel": Family((Blocks("transformer_blocks", {MASK: 2}),)),
-    "diffusers.SD3Transformer2DModel": Family((Blocks("transformer_blocks", text=TEXT, out=1),)),
-    "diffusers.FluxTransformer2DModel": FLUX,
-    "diffusers.BriaTransformer2DModel": FLUX,
-    "diffusers.LongCatImageTransformer2DModel": FLUX,
-    "diffusers.OvisImageTransformer2DModel": FLUX,
-    "diffusers.Flux2Transformer2DModel": FLUX2,
-    "diffusers.BriaFiboTransformer2DModel": FLUX2,
-    "diffusers.Flux3Transformer2DModel": Family(
-        (Blocks("mode_blocks.image", {"temb_mod": 1, ROPE: 0}),
-         Blocks("single_transformer_blocks", {"temb_mod": 1, ROPE: 0}, text=TEXT, out=1)),
-        free=lambda network, call: call["hidden_states"].shape[1]),
-    "diffusers.ChromaTransformer2DModel": Family(
-        (Blocks("transformer_blocks", {ROPE: 0, MASK: 1}, text=TEXT, out=1),
-         Blocks("single_transformer_blocks", {ROPE: 0, MASK: 1}))),
-    "diffusers.Krea2Transformer2DModel": Family(
-        (Blocks("transformer_blocks", {ROPE: 0, MASK: 3}),), front=lambda network, call: call[TEXT].shape[1]),
-    "diffusers.PRXTransformer2DModel": Family((Blocks("blocks", {ROPE: 2}),)),
-    "diffusers.HiDreamImageTransformer2DModel": Family(
-        (Blocks("double_stream_blocks", {ROPE: 1, "hidden_states_masks": 1}, text=TEXT, whole=True),
-         Blocks("single_stream_blocks", {ROPE: 1, "hidden_states_masks": 1}, whole=True)), text_last=True),
-    "diffusers.CogView3PlusTransformer2DModel": Family((Blocks("transformer_blocks", text=TEXT),)),
-    "diffusers.CogView4Transformer2DModel": Family((Blocks("transformer_blocks", {ROPE: 0}, text=TEXT),)),
-    "diffusers.CogVideoXTransformer3DModel": Family((Blocks("transformer_blocks", {ROPE: 0}, text=TEXT),)),
-    "diffusers.HunyuanImageTransformer2DModel": Family(
-        (Blocks("transformer_blocks", {ROPE: 0, MASK: 3}, text=TEXT),
-         Blocks("single_transformer_blocks", {ROPE: 0, MASK: 3}, text=TEXT)), text_last=True),
-    "diffusers.AuraFlowTransformer2DModel": Family(
-        (Blocks("joint_transformer_blocks", text=TEXT, out=1), Blocks("single_transformer_blocks"))),
-    "diffusers.Lumina2Transformer2DModel": Family(
-        (Blocks("layers", {MASK: 1, ROPE: 1}),),
-        front=lambda network, call: call["encoder_attention_mask"].sum(dim=1)),
-    "diffusers.QwenImageTransformer2DModel": Family(
-        (Blocks("transformer_blocks", {ROPE: (0, None), "modulate_index": 1, "temb": halves}, text=TEXT, out=1),),
-        free=first_of_shapes),
-    "diffusers.QwenImage21Transformer2DModel": Family(
-        (Blocks("transformer_blocks", {"rotary_emb": 0, "target_token_mask": 0, "key_valid": 1,
-                                       "modulation": with_last}),), front=before_last_image),
-    "diffusers.ZImageTransformer2DModel": Family(
-        (Blocks("layers", {"attn_mask": 1, "freqs_cis": 1}),), free=padded_image),
-    "diffusers.HunyuanVideoTransformer3DModel": Family(
-        (Blocks("transformer_blocks", {"freqs_cis": 0, MASK: 3}, text=TEXT),
-         Blocks("single_transformer_blocks", {ROPE: 0, MASK: 3}, text=TEXT)), front=given_frame, text_last=True),
-    "diffusers.HunyuanVideo15Transformer3DModel": Family((Blocks("transformer_blocks", {"freqs_cis": 0}, text=TEXT),)),
-    "diffusers.WanTransformer3DModel": WAN,
-    "diffusers.ChronoEditTransformer3DModel": WAN,
-    "diffusers.WanVACETransformer3DModel": Family((Blocks("blocks", {"rotary_emb": 1}, whole=True),)),
-    "diffusers.SkyReelsV2Transformer3DModel": Family((Blocks("blocks", {"rotary_emb": 1, "temb": -2}),)),
-    "diffusers.LTXVideoTransformer3DModel": Family((Blocks("transformer_blocks", {ROPE: 1, "temb": 1}),)),
-    "diffusers.LTX2VideoTransformer3DModel": Family(
-        (Blocks("transformer_blocks", {"video_rotary_emb": -2, "ca_video_rotary_emb": -2, "temb": 1,
-                                       "temb_ca_scale_shift": 1, "temb_ca_gate": 1}),)),
-    "diffusers.CosmosTransformer3DModel": Family(
-        (Blocks("transformer_blocks", {ROPE: 0, "extra_pos_emb": 1, "embedded_timestep": -2, "temb": -2}),)),
-    "diffusers.MochiTransformer3DModel": Family((Blocks("transformer_blocks", {ROPE: -3}, text=TEXT),)),
-    "diffusers.Kandinsky5Transformer3DModel": Family((Blocks("visual_transformer_blocks", {"rope": 1}),)),
-    "diffusers.Kandinsky6Transformer3DModel": Family((Blocks("visual_transformer_blocks", {"vis_rope": -5}),)),
-}
-HUNYUAN = dict(freqs_cis=0, attn_mask=pairs, total_len=fewer, cu_seqlens_q=ends, cu_seqlens_kv=ends,
-               max_seqlen_q=fewer, max_seqlen_kv=fewer)
-CODES = {       # original code, recognised by the class and by what `fits`
-    **dict.fromkeys(("DiT", "SiT", "PixArt", "PixArtMS"), (PLAIN,)),
-    "LightningDiT": (Family((Blocks("blocks", {"feat_rope": by_place(2)}),)),),
-    "DiT_Llama": (Family((Blocks("layers", {"freqs_cis": first_rows}, each=True),)),),
+CODES |= {
+    "DiT_Llama": (Family((Blocks("layers", {"freqs_cis": first_rows}, per_sample=True),)),),
     "MMDiT": (Family((Blocks("double_layers", tokens="x", text="c", out=1), Blocks("single_layers"))),
               Family((Blocks("joint_blocks", tokens=1, text=0, out=1),))),
-    "MMDiTX": (Family((Blocks("joint_blocks", tokens=1, text=0, out=1),)),),
-    "DinoVisionTransformer": (Family((Blocks("blocks", {"rope_or_rope_list": 0}),), front=in_front),     # DINOv3
-                              Family((Blocks("blocks"),), front=in_front)),
-    "Flux": (Family((Blocks("double_blocks", {"pe": 2}, text="txt"), Blocks("single_blocks", {"pe": 2})),
-                    free=first_image),),
-    "Flux2": (Family((Blocks("double_blocks", {"pe": 2}, text="txt"), Blocks("single_blocks", {"pe": 2})),
-                     free=first_image),),
-    "ZImageTransformer2DModel": (Family(
-        (Blocks("layers", {"freqs_cis": 1, "attn_params": fewer_in_params}),), free=patches_of),),
-    "SingleStreamDiT": (Family(
-        (Blocks("blocks", {"freqs": 1, "attn_params": fewer_in_params}),),
-        free=lambda network, call: call["img"].shape[1]),),
-    "QwenImageTransformer2DModel": (Family(
-        (Blocks("transformer_blocks", {ROPE: (0, None), "timestep_zero_index": fewer}, text=TEXT, out=1),),
-        free=first_of_shapes),),
-    "NextDiT": (Family((Blocks("layers", {"x_mask": 1, "freqs_cis": 1, "pe": 1}),), front=words_of_one_size),),
-    "WanModel": (Family(
-        (Blocks("blocks", {"e": -3, "seq_lens": fewer, "grid_sizes": grid_line, "freqs": grid_rows}, each=True),)),),
-    "HYVideoDiffusionTransformer": (Family(
-        (Blocks("double_blocks", HUNYUAN, text="txt"), Blocks("single_blocks", HUNYUAN)), text_last=True),),
-    "HunyuanVideo_1_5_DiffusionTransformer": (Family(   # between two lists it counts image tokens, so one is routed
-        (Blocks("double_blocks", {"freqs_cis": 0, "attn_param": None, "attn_params": fewer_in_params}, text="txt"),),
-        text_last=True),),
 }
-PLAIN_VALUES = bool | int | float | str | None
+
 CACHES = "its tokens attend to a cache of all tokens from an earlier pass"
 REFUSED = {     # what a trial of the blocks does not find
     "AnyFlowFARTransformer3DModel": CACHES,
@@ -341,81 +307,6 @@ PAST_A_ROUTE = (    # arguments of known networks that reach blocks inside a rou
     "controlnet_block_samples", "controlnet_single_block_samples", "block_controlnet_hidden_states",
     "block_controlnet_single_hidden_states", "controlnet_hidden_states", "siglip_feats", "kv_cache", "routes",
     "mask_noise")
-
-
-def lists_of_blocks(network: nn.Module) -> str:
-    """Names the lists of several blocks of one class in a network, as in `layers (28 of Block)`."""
-    lists = [(name, part) for name, part in network.named_modules() if isinstance(part, nn.ModuleList | nn.Sequential)
-             and len(part) > 1 and len({type(block) for block in part}) == 1 and any(part[0].children())]
-    return ", ".join(f"{name} ({len(part)} of {type(part[0]).__name__})" for name, part in lists) or "none"
-
-
-def argument_names(module: nn.Module) -> tuple[str, ...]:
-    """Returns a module's argument names in order; those of `_forward` if forward passes all its arguments to it."""
-    for forward in (getattr(plain_class(module), name, None) for name in ("forward", "_forward")):
-        parts = list(inspect.signature(forward).parameters.values())[1:] if forward else []
-        skipped = [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
-        if any(part.kind == part.VAR_POSITIONAL for part in parts):     # others have no position behind it
-            skipped.append(inspect.Parameter.KEYWORD_ONLY)
-        if names := tuple(part.name for part in parts if part.kind not in skipped):
-            return names
-    return ()
-
-
-def mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """Applies a function to a value, or to all values inside of tuples, lists and dicts."""
-    if isinstance(value, Mapping):
-        is_plain = type(value) is dict
-        return {key: mapped(function, part) for key, part in value.items()} if is_plain else value
-    if isinstance(value, tuple | list):
-        parts = [mapped(function, part) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{part.name: mapped(function, getattr(value, part.name)) for part in fields(value)
-                                 if part.init})
-    return function(value)
-
-
-def leaves(value: Any) -> list:
-    """Lists all values inside of tuples, lists, dicts and dataclasses."""
-    if isinstance(value, dict | tuple | list):
-        return [leaf for part in (value.values() if isinstance(value, dict) else value) for leaf in leaves(part)]
-    is_record = is_dataclass(value) and not isinstance(value, type)
-    return leaves([getattr(value, part.name) for part in fields(value)]) if is_record else [value]
-
-
-def by_axis(function: Callable[[Any, Any], Any], value: Any, axis: Any) -> Any:
-    """Applies a function of a value and its axis to all values in an argument; see `Blocks.along`."""
-    if not isinstance(axis, tuple) or value is None:
-        return mapped(lambda part: function(part, axis), value)
-    if not isinstance(value, tuple | list) or len(value) != len(axis):
-        raise ValueError(f"along= has the axes {axis} for the parts of an argument that is not a tuple of {len(axis)}.")
-    return type(value)(by_axis(function, part, each) for part, each in zip(value, axis, strict=True))
-
-
-def only_element(tokens: Any) -> Any:
-    """Returns the tensor in a list of one tensor, and anything else unchanged."""
-    return tokens[0] if isinstance(tokens, list) and len(tokens) == 1 else tokens
-
-
-def unwrapped(module: nn.Module, compiled: bool = True) -> nn.Module:
-    """Returns the module inside wrappers, such as those of DDP, PEFT, checkpoints and (if `compiled`) torch.compile.
-
-    A wrapper has one child and a forward that names no argument. One that is compiled has a forward of its own.
-    """
-    while not argument_names(module) and (compiled or "forward" not in vars(module)):
-        children = list(module.children())
-        if len(children) != 1 or plain_class(children[0]).forward is nn.Module.forward:
-            break
-        [module] = children
-    return module
-
-
-def owner_of(network: nn.Module) -> type:
-    """Returns the class whose forward a network runs."""
-    owner = next(base for base in plain_class(network).__mro__ if "forward" in vars(base))
-    # its blocks may be called from outside, as in a pipeline
-    return plain_class(network) if owner is nn.Module else owner
 
 
 def fits(spec: Blocks, network: nn.Module) -> bool:
@@ -436,13 +327,3 @@ def family_of(network: nn.Module) -> Family:
     raise ValueError(f"{owner.__name__} of {owner.__module__} is not a known network (docs/trainers.md): name its list "
                      f"of blocks as blocks=, and the arguments with a value per token as along=. Lists of blocks: "
                      f"{lists_of_blocks(network)}.")
-
-
-def network_of(model: nn.Module) -> nn.Module:
-    """Returns the network inside the wrappers of compile, DDP and PEFT."""
-    if isinstance(model, nn.DataParallel):
-        raise ValueError("DataParallel calls several copies of a network at once; use DistributedDataParallel.")
-    if any(type(part).__name__ == "FullyShardedDataParallel" for part in model.modules()):
-        raise ValueError("FSDP1 (FullyShardedDataParallel) hides a network's blocks in wrappers; shard it with FSDP2, "
-                         "torch.distributed.fsdp.fully_shard.")
-    return unwrapped(model.get_base_model() if hasattr(model, "get_base_model") else model)

@@ -12,9 +12,9 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import product
+from itertools import combinations, product
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,12 +24,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from routed.families import PLAIN_VALUES, leaves, mapped
-from routed.modules import plain_class
+from routed.kept import tokens_in
+from routed.modules import is_compiled_in_place, plain_class
+from routed.nested import PLAIN_VALUES, leaves, mapped
+from routed.networks import fewer, pairs
 
-TRIED: WeakKeyDictionary = WeakKeyDictionary()      # network -> what has been tried in it: {key: Trial or None}
-TOLERANCE = 1e-3        # in float32, where 60 networks deviate by 1e-5 at most
+TRIED: WeakKeyDictionary = WeakKeyDictionary()      # network -> what has been tried in it
+TOLERANCE = 2e-4        # in float32, where 60 networks deviate by 1e-5 at most
 PATIENCE = 3            # passes without a verdict, after which a block is trusted
+OWN = frozenset(vars(nn.Module()))                  # attributes that all modules have
+RANDOM, ORDER = "it draws random numbers of its own", "depends on where its tokens are: in another order "
+HALF = torch.bfloat16, torch.float16
 
 
 @dataclass(frozen=True)
@@ -42,155 +47,291 @@ class Trial:
     dtype: torch.dtype
 
 
+@dataclass
+class Tried:
+    """What has been tried in a network, in all of its `with` blocks."""
+
+    rows: dict[tuple, Trial | int | None] = field(default_factory=dict)     # or passes without a verdict; None: trusted
+    sizes: dict[tuple, tuple] = field(default_factory=dict)                 # the largest of its arguments
+    borders: set[int] = field(default_factory=set)      # blocks whose tokens may change where a route begins or ends
+    warned: bool = False
+
+
 class Trials:
     """Tries the blocks of one network, each once for a kind of arguments, and lists the results.
 
     `ordered` blocks depend on the order of their tokens (causal attention, scans), which routing preserves.
     """
 
-    def __init__(self, tried: dict, ordered: bool = False):
+    def __init__(self, tried: Tried, ordered: bool = False):
         self.tried, self.ordered = tried, ordered
-        self.failure = ""                   # the cause if a trial of the latest block failed, as its call may, too
-        self.forget()
+        self.settings: dict[int, tuple] = {}            # of the modules of each block, in this `with`
 
-    def forget(self) -> None:
-        self.left: tuple[Any, Any] = None, None     # the latest block, and the tokens that it returned
-        self.inputs: set = set()                    # of the graph: the tokens that blocks received
+    @property
+    def has_verdict(self) -> bool:
+        return self.ordered or any(not isinstance(row, int) for row in self.tried.rows.values())
 
-    def leave(self, block: Any, x: Any) -> None:
-        """Stores what a block returned, if the tokens of the next block have not been compared with it yet."""
-        if isinstance(x, Tensor) and ("after", block.index) not in self.tried:
-            self.left = block, x
+    def kind_of(self, kept: Any) -> tuple[tuple, tuple]:
+        """Returns what a block's behaviour may depend on, besides values of tensors, and the sizes of its arguments."""
+        block, values = kept.block, [*kept.arguments.items()]
+        if block.index not in self.settings:
+            self.settings[block.index] = tuple(setting(part) for part in block.module.modules())
+        axes = [(name, getattr(axis, "__qualname__", str(axis))) for name, axis in block.along.items()]
+        kinds = [(name, *map(kind_of, leaves(value))) for name, value in values]
+        tensors = [part for _, value in values for part in leaves(value) if isinstance(part, Tensor)]
+        sizes = [size for part in tensors for size in part.shape]
+        return (block.index, len(kept.ids) > 1, self.settings[block.index], *axes, *kinds), tuple(sizes)
 
-    def compare(self, run: Any, x: Any) -> None:
-        """Raises ValueError for tokens that change between two blocks of a route, or by a skip around one."""
-        (before, left), self.left, block = self.left, (None, None), run.block
-        earlier, self.inputs = self.inputs, self.inputs | nodes_of(x)
-        if before is None or before.index != block.index - 1 or not isinstance(x, Tensor) or block.spec.whole:
-            return
-        is_border = before.route is not block.route
-        if before.route is block.route is None or before.spec is not block.spec and not is_border:
-            return
-        text, front = run.text if block.joined else 0, run.front if isinstance(run.front, int) else 0
-        first, behind = (front, text) if run.routing.family.text_last else (front + text, 0)
-        rows = slice(first, x.shape[1] - behind)        # text may be replaced
-        changed = x.shape != left.shape or not torch.allclose(x[:, rows], left[:, rows].to(x), rtol=0, atol=0,
-                                                              equal_nan=True)
-        if changed and (not is_border or before.spec is block.spec and reaches(x, left, earlier)):
-            raise ValueError(f"Between blocks {before.index} and {block.index} of {block.spec.path} the network "
-                             f"changes the tokens: a residual or skip outside of the blocks would miss the routed "
-                             f"tokens. Name blocks that contain it, or set probe=False if it treats each token "
-                             f"alone.")
-        self.tried["after", before.index] = None
-
-    def try_block(self, kept: Any, call: Callable) -> None:
+    def try_block(self, kept: Any, call: Callable) -> str:
         """Raises ValueError for a block whose output depends on more than its tokens and the arguments in `along`.
 
-        `call` calls a function like the block's forward with arguments by name.
+        `call` calls a function like the block's forward with arguments by name. Returns the cause if the trial failed,
+        as the block may.
         """
-        block, self.failure = kept.run.block, ""
-        kinds = tuple((name, type(value).__name__, getattr(value, "ndim", 0)) for name, value in kept.arguments.items())
-        axes = [(name, getattr(axis, "__qualname__", str(axis))) for name, axis in block.along.items()]
-        here = block.index, block.inner.training, len(kept.ids) > 1, kinds, *axes
-        if self.ordered or here in self.tried and not isinstance(self.tried[here], int):
-            return
-        row, reason = in_thread(lambda: self.measure(kept, call), kept.ids.device)
+        if self.ordered:
+            return ""
+        block, (here, sizes), rows = kept.block, self.kind_of(kept), self.tried.rows
+        largest = self.tried.sizes.get(here, sizes)
+        if here in rows and not isinstance(rows[here], int) and all(map(int.__le__, sizes, largest)):
+            return ""
+        row, reason, failed = in_thread(lambda: measure(kept, call), kept.ids.device)
         if row is None:
             self.wait(here, block, reason)
-            return
+            return cause(kept) if failed else ""
         if not row.deviation <= row.tolerance:
-            raise ValueError(f"{block} depends on where its tokens are: in another order they change by "
-                             f"{row.deviation:.2g} of what it adds (tolerance {row.tolerance:.1g}, {row.dtype}). "
-                             f"Cause: {self.cause(kept)}. If it depends on their order alone (causal attention, "
-                             f"scans), set ordered=True.")
-        self.tried[here] = row
+            raise ValueError(f"{block} {reason} by {row.deviation:.2g} of what it adds (tolerance {row.tolerance:.1g}, "
+                             f"{row.dtype}). Cause: {cause(kept)}. If it depends on their order alone (causal "
+                             f"attention, scans), set ordered=True.")
+        rows[here], self.tried.sizes[here] = row, tuple(map(max, sizes, largest))
+        return ""
 
     def wait(self, here: tuple, block: Any, reason: str) -> None:
         """Counts a pass without a verdict; after the last, warns once for the network."""
-        self.tried[here] = self.tried.get(here, 0) + 1
-        if self.tried[here] == PATIENCE:
-            self.tried[here] = None
-            if "warned" not in self.tried:
-                self.tried["warned"] = None
-                warnings.warn(f"{block} could not be tried in {PATIENCE} passes ({reason}), so whether it may be "
-                              f"routed is not known. It is trusted from now on.", stacklevel=2)
+        rows = self.tried.rows
+        passes = rows.get(here, 0)
+        rows[here] = passes + 1 if isinstance(passes, int) and passes + 1 < PATIENCE else None
+        if rows[here] is None:
+            self.warn(f"{block} could not be tried in {PATIENCE} passes ({reason}), so whether it may be routed is not "
+                      f"known. It is trusted from now on.")
 
-    def cause(self, kept: Any) -> str:
-        sizes, block = {kept.run.free, kept.run.stream, kept.run.length}, kept.run.block
-        others = [str(name) for name, value in kept.arguments.items() if block.along.get(name) is None
-                  and name not in {block.tokens, block.text} and any(
-                      not sizes.isdisjoint(part.shape) if isinstance(part, Tensor) else
-                      not isinstance(part, PLAIN_VALUES) for part in leaves(value))]
-        tables = [str(name) for name, axis in block.along.items() if isinstance(axis, int | tuple)]
-        return "; or ".join(filter(None, (
-            others and f"the argument {', '.join(others)}, for which along= names no axis",
-            tables and f"{', '.join(tables)} along another axis, or read for one sample only",
-            not others and "positions inside the block, such as its own rotary values, a convolution, windows or "
-                           "pooled keys")))
+    def warn_of_compiled(self, name: str) -> None:
+        if not self.has_verdict:
+            self.warn(f"{name} is compiled, so its blocks were not tried, and whether they may be routed is not known. "
+                      f"Run one pass inside routed() before compiling, or pass routed() the compiled module.")
 
-    def measure(self, kept: Any, call: Callable) -> tuple[Trial | None, str]:
-        """Returns the result of a trial, or None and why there is none."""
-        reasons = []
-        # What computes in one precision alone is tried in that; a single sample is repeated if the block allows.
-        for dtype, copies in product((torch.float32, None), (2, 1) if len(kept.ids) == 1 else (1,)):
-            try:
-                row, reason = self.measured(kept, call, dtype, copies)
-                self.failure = ""
-            except Exception as error:
-                row, reason = None, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-                self.failure = self.cause(kept)
-            if row is not None:
-                return row, ""
-            reasons.append(reason)
-        return None, reasons[0]
+    def warn(self, message: str) -> None:
+        if not self.tried.warned:
+            self.tried.warned = True
+            warnings.warn(message, stacklevel=2)
 
-    def measured(self, kept: Any, call: Callable, dtype: torch.dtype | None, copies: int) -> tuple[Trial | None, str]:
-        """Compares the outputs of a block whose kept tokens are in their order, and in another."""
-        block, ids, outs = kept.run.block, kept.ids.repeat(copies, 1), []
-        generator = torch.Generator(ids.device).manual_seed(0)
-        order = torch.rand(ids.shape, generator=generator, device=ids.device).argsort(dim=1)
-        with undisturbed(block.inner, ids.device) as restart:
-            arguments = {name: prepared(value, generator, dtype, copies, name == block.tokens)
-                         for name, value in kept.arguments.items()}
-            forward = with_open_gates(block, generator, dtype)
-            for some_ids in (ids, ids.gather(1, order)):
-                restart()
-                turned = type(kept)(kept.run, copied(arguments), some_ids, is_trial=True)
-                x, (out, _) = turned.tokens(), turned.call(partial(call, function=forward))
-                out = out[block.spec.out] if isinstance(out, tuple | list) else out
-                if not isinstance(out, Tensor) or out.shape != x.shape:
-                    return None, "it returns something else than tokens"      # `Pass.leave` raises an error for it
-                outs.append(out.to(torch.promote_types(out.dtype, torch.float32)))
-            out, other = outs[0].take_along_dim(turned.order()[..., None], 1), outs[1]
-            added, size, deviation = (float(part.square().mean().sqrt()) for part in (out - x, out, other - out))
-        eps = torch.finfo(dtype or x.dtype).eps
-        if not math.isfinite(deviation):
+
+def setting(part: nn.Module) -> tuple:
+    """Returns what a module's attributes, such as an attention processor, say about how it computes."""
+    return tuple(value if isinstance(value, bool | str) else len(value) if name in OWN and isinstance(value, Mapping)
+                 else type(value) for name, value in vars(part).items() if name != "_routed")
+
+
+def kind_of(part: Any) -> Any:
+    """Returns the kind of a value in an argument: the order of magnitude of sizes and numbers, other plain values."""
+    if isinstance(part, Tensor):
+        return part.is_floating_point(), *(size.bit_length() for size in part.shape)
+    if isinstance(part, int) and not isinstance(part, bool):
+        return part.bit_length()
+    return part if isinstance(part, bool | str | None) else type(part).__name__
+
+
+def candidates(kept: Any, value: Any) -> list:
+    """Lists what along= may say about an argument as long as the tokens; the last axis has channels."""
+    def is_long(size: int) -> bool:         # a set, or `in`, would make sizes constants in a compiled graph
+        return any(size == length for length in (kept.run.free, kept.length, kept.length - kept.num_routed))
+
+    found: list = []
+    for part in leaves(value):
+        if isinstance(part, int) and not isinstance(part, bool | Tensor) and part in (kept.run.free, kept.length):
+            found.append(fewer)
+        if not isinstance(part, Tensor) or part.ndim < 2:
+            continue
+        if part.shape[-1] == part.shape[-2] and is_long(part.shape[-1]):
+            found.append(pairs)
+        has_batch = len(part) in (1, len(kept.ids))
+        is_mask = part.ndim == 2 and len(part) == len(kept.ids) and part.shape[1] != kept.x.shape[2]    # (B, N)
+        for axis in range(part.ndim - (not is_mask)):
+            if is_long(part.shape[axis]) and (has_batch if axis else len(part) != len(kept.ids)):
+                found += [axis] if axis else [-part.ndim, 0]
+    return [axis for i, axis in enumerate(found) if axis not in found[:i]]
+
+
+def offer(kept: Any, call: Callable, unnamed: Mapping[Any, list], may_try: bool) -> str:
+    """Returns what to write about unnamed arguments as long as the tokens: what passes a trial, if any does."""
+    block, given, right = kept.block, dict(kept.run.routing.options.along or {}), []
+    before, choices = block.along, [[*axes, None] for axes in unnamed.values()]
+    # One of the tokens' own shape may be what the user wants to route, so no trial can tell.
+    may_try &= math.prod(map(len, choices)) <= 64 and not (kept.run.routing.is_described and any(
+        getattr(part, "shape", None) == kept.x.shape for name in unnamed for part in leaves(kept.arguments[name])))
+    for axes in product(*choices) if may_try else ():
+        block.name(before | dict(zip(unnamed, axes, strict=True)))
+        row, *_ = in_thread(lambda: measure(kept, call), kept.ids.device)
+        if row is not None and row.deviation <= row.tolerance:
+            right.append(axes)
+    block.name(before)
+
+    def said(axis: Any) -> str:
+        return getattr(axis, "__name__", str(axis))
+
+    def line(axes: Any) -> str:
+        named = (given | dict(zip(unnamed, axes, strict=True))).items()
+        return f"along={{{', '.join(f'{name!r}: {said(axis)}' for name, axis in named)}}}"
+
+    used = sorted({said(axis) for axes in right or choices for axis in axes if callable(axis)})
+    imports = f" (`from routed import {', '.join(used)}`)" if used else ""
+    if right:
+        return f"write {' or '.join(map(line, right))}{imports}, with which this block passes its trial."
+    named = "; ".join(f"{name!r}: {', '.join(map(said, axes))}" for name, axes in zip(unnamed, choices, strict=True))
+    return (f"name its axis in along= ({named}{imports}), where None says that it has no value per token"
+            + (f", but the block passes a trial with none of these. Cause: {cause(kept)}." if may_try else "."))
+
+
+def cause(kept: Any) -> str:
+    sizes, block = {kept.run.free, kept.length, kept.complete}, kept.block
+    others = [str(name) for name, value in kept.arguments.items() if block.along.get(name) is None
+              and name not in {block.tokens, block.text} and any(
+                  not sizes.isdisjoint(part.shape) if isinstance(part, Tensor) else
+                  not isinstance(part, PLAIN_VALUES) for part in leaves(value))]
+    tables = [str(name) for name, axis in block.along.items() if isinstance(axis, int | tuple)]
+    return "; or ".join(filter(None, (
+        others and f"the argument {', '.join(others)}, for which along= names no axis",
+        tables and f"{', '.join(tables)} along another axis, or read for one sample only",
+        not others and "positions inside the block or its hooks, such as its own rotary values, a convolution, windows "
+                       "or pooled keys")))
+
+
+def measure(kept: Any, call: Callable) -> tuple[Trial | None, str, bool]:
+    """Returns the result of a trial and what it means, or None and why there is none; and whether the block failed."""
+    reasons = []
+    # What computes in one precision alone is tried in that; a single sample is repeated if the block allows. A block
+    # with noise of its own is tried in evaluation.
+    for dtype, copies, mode in product((torch.float32, None), (2, 1) if len(kept.ids) == 1 else (1,), (None, False)):
+        if mode is False and not (reasons[-1] == (RANDOM, False) and kept.block.module.training):
+            continue
+        try:
+            row, reason = measured(kept, call, dtype, copies, mode)
+            failed = False
+        except Exception as error:
+            row, reason, failed = None, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", True
+        if row is not None:
+            return row, reason, False
+        reasons.append((reason, failed))
+    return None, reasons[0][0], reasons[-1][1]
+
+
+def measured(kept: Any, call: Callable, dtype: torch.dtype | None, copies: int, mode: bool | None,
+             ) -> tuple[Trial | None, str]:
+    """Compares the outputs of a block whose kept tokens are in their order, and in another."""
+    block, ids, module = kept.block, kept.ids.repeat(copies, 1), getattr(kept.block.module, "_orig_mod",
+                                                                         kept.block.module)
+    if any(p.is_meta for p in (kept.x, *module.parameters())):
+        return None, "its weights are elsewhere"
+    is_sharded = False
+    for part in module.modules():
+        if hasattr(part, "unshard"):        # FSDP2 gathers the weights of the call that follows
+            part.unshard()
+            is_sharded = True
+    generator = torch.Generator(ids.device).manual_seed(0)
+    order = torch.rand(ids.shape, generator=generator, device=ids.device).argsort(dim=1)
+    with undisturbed(module, ids.device, dtype, mode) as restart:
+        arguments = {name: prepared(value, generator, dtype, copies, name == block.tokens)
+                     for name, value in kept.arguments.items()}
+        weights = opened_weights(module, generator, dtype)
+        forward = module.forward if is_sharded or is_compiled_in_place(module) else module
+
+        def run(ids: Tensor, per_sample: bool | None = None, seed: int = 0) -> tuple[Any, Any, list]:
+            restart(seed)
+            buffers = {name: cast(buffer.clone(), dtype) for name, buffer in named(module, "named_buffers")}
+            turned = kept.but(ids=ids, arguments=copied(arguments), is_trial=True)
+            out, _ = turned.call(partial(call, function=with_tensors(module, forward, weights | buffers)), per_sample)
+            lists = leaves([value for value in turned.arguments.values() if isinstance(value, list)])
+            return turned, out, [*buffers.values(), *stored(module), *(x for x in lists if isinstance(x, Tensor))]
+
+        first, out, _ = run(ids)
+        second, other, _ = run(ids.gather(1, order))
+        x, main = first.tokens(), tokens_in(out, block)
+        if not isinstance(main, Tensor) or main.shape != x.shape:
+            return None, "it returns something else than tokens"      # `Pass.leave` raises an error for it
+        added, size, eps = rms(main - x), rms(main), torch.finfo(dtype or x.dtype).eps
+        if not math.isfinite(added):
             return None, "its output is not finite"
         if added <= 4 * eps * size:         # lost when added to the tokens and rounded
             return None, "it adds nothing yet"
-        limit = (TOLERANCE if dtype or x.dtype == torch.float64 else math.sqrt(eps)) + 8 * eps * size / added
-        return Trial(f"block {block.index} of {block.spec.path} ({plain_class(block.inner).__name__})",
-                     deviation / added, limit, dtype or x.dtype), ""
+        limit = TOLERANCE + 2 * eps * (1 + size / added)
+        deviation, reason = largest_deviation(first, second, out, other, main, added, eps)
+        if deviation > limit and not rms(tokens_in(run(ids, seed=1)[1], block) - main) <= limit * added:
+            return None, RANDOM
+        if deviation <= limit and block.per_sample and kept.run.routing.is_described and len(kept.ids) > 1 \
+                and not isinstance(kept.run.front, Tensor):
+            deviation, reason = max((deviation, reason), joint_deviation(run, ids, added, limit))
+    return Trial(f"block {block.index} of {block.spec.path} ({plain_class(block.inner).__name__})",
+                 deviation, limit, dtype or x.dtype), reason
 
 
-def nodes_of(x: Any) -> set:
-    """Returns the node of the graph that tokens come from, if they need a gradient."""
-    return {torch.autograd.graph.get_gradient_edge(x).node} if isinstance(x, Tensor) and x.requires_grad else set()
+def largest_deviation(first: Any, second: Any, out: Any, other: Any, main: Tensor, added: float, eps: float,
+                      ) -> tuple[float, str]:
+    """Compares all outputs: the tokens in the second order, others along whichever axes they have the tokens."""
+    block, order = first.block, second.order()
+    found = [(rms(main.take_along_dim(order[..., None], 1) - tokens_in(other, block)) / added, ORDER + "they change")]
+    for one, two in zip(outputs(out), outputs(other), strict=True):
+        if one is main or not isinstance(one, Tensor) or not one.is_floating_point() or not one.numel():
+            continue
+        if one.ndim > 1 and len(one) == len(main) * main.shape[1]:     # (B·K, …), as of a router of experts
+            one, two = one.unflatten(0, main.shape[:2]), two.unflatten(0, main.shape[:2])
+        text = first.arguments.get(block.text) if block.text is not None else None
+        news = rms(one - text) if text is not None and text.shape == one.shape else rms(one)
+        if news > 4 * eps * rms(one):
+            axes = [axis for axis in range(1, one.ndim) if one.shape[axis] == main.shape[1] and len(one) == len(main)]
+            turns = [some for count in range(len(axes) + 1) for some in combinations(axes, count)]
+            found.append((min(rms(turned(one, some, order) - two) for some in turns) / news,
+                          ORDER + "another of its outputs changes"))
+    return next((row for row in found if not math.isfinite(row[0])), max(found))
 
 
-def reaches(x: Tensor, left: Tensor, earlier: set) -> bool:
-    """True if x depends on earlier tokens otherwise than through `left`, or if no graph tells."""
-    if not x.requires_grad or not left.requires_grad or not earlier:
-        return True
-    seen, ahead = nodes_of(left), list(nodes_of(x))
-    while ahead:
-        node = ahead.pop()
-        if node in earlier and node not in seen:
-            return True
-        if node not in seen:
-            seen.add(node)
-            ahead += [behind for behind, _ in node.next_functions if behind is not None]
-    return False
+def joint_deviation(run: Callable, ids: Tensor, added: float, limit: float) -> tuple[float, str]:
+    """Compares one call for each sample with one for all, where all samples keep the same tokens."""
+    shared = ids[:1].expand(len(ids), -1)
+    try:
+        _, batch, left = run(shared, False)
+    except Exception:                       # a description that is made for single samples
+        return 0.0, ""
+    _, single, left_single = run(shared, True)
+    found = [(rms(one - two) / (added if i == 0 else max(rms(one), 1e-9)), "changes")
+             for i, (one, two) in enumerate(zip(outputs(batch), outputs(single), strict=True))
+             if isinstance(one, Tensor) and one.is_floating_point()]
+    same = len(left) == len(left_single) and all(
+        one.shape == two.shape and rms(one - two) <= limit * rms(one)
+        for one, two in zip(left, left_single, strict=True) if one.is_floating_point())
+    found.append((0.0 if same else math.inf, "stores something else, and it changes"))
+    deviation, what = max(found)
+    return deviation, (f"is called once for each sample, because along= names axis 0, and {what} if it is called for "
+                       f"all: an argument that all samples share is as long as the batch, or it computes over the "
+                       f"batch. Pass it table[None] and name axis 1. It differs")
+
+
+def outputs(value: Any) -> list:
+    return leaves(value if isinstance(value, tuple | list) else [value])
+
+
+def rms(part: Tensor) -> float:
+    return float(part.to(torch.promote_types(part.dtype, torch.float32)).square().mean().sqrt())
+
+
+def turned(part: Tensor, axes: tuple, order: Tensor) -> Tensor:
+    for axis in axes:
+        part = part.take_along_dim(order.view(len(order), *[1] * (axis - 1), -1, *[1] * (part.ndim - axis - 1)), axis)
+    return part
+
+
+def stored(module: nn.Module) -> list[Tensor]:
+    """Lists the tensors that a block's modules hold besides weights and buffers, as a loss of experts."""
+    return [leaf for part in module.modules() for name, value in vars(part).items() if name not in OWN
+            for leaf in leaves(value) if isinstance(leaf, Tensor)]
 
 
 def in_thread(function: Callable, device: torch.device) -> Any:
@@ -207,12 +348,21 @@ def in_thread(function: Callable, device: torch.device) -> Any:
         return pool.submit(run).result()
 
 
-class NoDropout(TorchFunctionMode):
-    """Leaves out dropout, also where it is called without `training`."""
+class InTrial(TorchFunctionMode):
+    """Leaves out dropout, also where it is called without `training`; with `wide`, half precision becomes float32."""
+
+    def __init__(self, wide: bool):
+        super().__init__()
+        self.wide = wide
 
     def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        if "dropout" in getattr(function, "__name__", ""):
+        kwargs, name = kwargs or {}, getattr(function, "__name__", "")
+        if self.wide and name in ("bfloat16", "half"):
+            return args[0].float()
+        if self.wide and any(part in HALF for part in (*args, *kwargs.values()) if isinstance(part, torch.dtype)):
+            args, kwargs = mapped(lambda part: torch.float32 if isinstance(part, torch.dtype) and part in HALF
+                                  else part, (args, kwargs))
+        if "dropout" in name:
             return args[0] if args else kwargs["input"]
         if function is F.multi_head_attention_forward:
             kwargs |= {"training": False}
@@ -241,72 +391,99 @@ def copied(value: Any, memo: dict | None = None) -> Any:
     return mapped(copy_of, value)
 
 
+def cast(part: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return part.to(dtype) if dtype and part.is_floating_point() and part.dtype != torch.float64 else part
+
+
 def prepared(value: Any, generator: torch.Generator, dtype: torch.dtype | None, copies: int, is_tokens: bool) -> Any:
     """Returns an argument in the trial's precision, with open gates, and repeated for a batch of one."""
     def prepare(part: Any) -> Any:
         if type(part) is not Tensor:
             return part
-        part = part.detach()
-        if dtype and part.is_floating_point() and part.dtype != torch.float64:
-            part = part.to(dtype)
+        part = cast(part.detach(), dtype)
         if not is_tokens:
-            part = opened(part, generator)
+            part = opened(part, generator, 1e-3)
         return part.repeat(copies, *[1] * (part.ndim - 1)) if part.ndim > 1 and len(part) == 1 else part
     return mapped(prepare, value)
 
 
-def opened(part: Tensor, generator: torch.Generator) -> Tensor:
+def opened(part: Tensor, generator: torch.Generator, near: float) -> Tensor:
     """Returns noise in place of a tensor that is near 0: positive in a vector, where a root may be taken of it."""
     if not part.is_floating_point() or not part.numel() or part.device != generator.device \
-            or not float(part.abs().amax()) < 1e-3:
+            or not float(part.abs().amax()) < near:
         return part
     noise = torch.randn(part.shape, generator=generator, device=part.device, dtype=torch.float32).to(part.dtype)
     return noise / math.sqrt(part.shape[1]) if part.ndim > 1 else 0.25 + noise.abs() / 2
 
 
-def with_open_gates(block: Any, generator: torch.Generator, dtype: torch.dtype | None) -> Callable:
-    """Returns a function that calls a block without its hooks and its route, with noise in place of parameters near 0.
+def named(module: nn.Module, members: str) -> list[tuple[str, Tensor]]:
+    """Lists the parameters or buffers of a module by their paths, which wrappers of checkpoints shorten."""
+    return [(f"{path}.{name}" if path else name, member) for path, part in module.named_modules()
+            for name, member in getattr(part, members)(recurse=False)]
 
-    So a block that starts as the identity, as with adaLN-Zero or LayerScale, shows what it will compute. The function
-    uses copies of the block's buffers and, in another precision, of its parameters.
+
+def opened_weights(module: nn.Module, generator: torch.Generator, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Returns copies of a block's parameters in another precision, with noise in place of small ones.
+
+    So a block that starts as the identity, as with adaLN-Zero, LayerScale or a relative bias, shows what it will
+    compute.
     """
-    holder, inner = nn.Module(), block.inner
-    holder.block, holder.forward = inner, vars(inner).get("forward") or partial(plain_class(inner).forward, inner)
-    tensors = {f"block.{name}": buffer.clone() for name, buffer in inner.named_buffers()}
-    tensors |= {f"block.{name}": opened(p.detach(), generator) for name, p in inner.named_parameters()
-                if type(p) in (nn.Parameter, Tensor) and p.is_floating_point() and p.element_size() > 1}
-    if dtype:
-        tensors |= {name: part.to(dtype) for name, part in tensors.items()
-                    if part.is_floating_point() and part.dtype != torch.float64}
+    return {name: cast(opened(p.detach(), generator, 0.1), dtype) for name, p in named(module, "named_parameters")
+            if type(p) in (nn.Parameter, Tensor) and p.is_floating_point() and p.element_size() > 1}
+
+
+def with_tensors(module: nn.Module, forward: Callable, tensors: dict[str, Tensor]) -> Callable:
+    """Returns a function that calls a module, or its forward, with other weights and buffers."""
+    holder = nn.Module()
+    holder.module, holder.forward = module, partial(forward)
+    tensors = {f"module.{name}": part for name, part in tensors.items()}
     return lambda *args, **kwargs: torch.func.functional_call(holder, tensors, args, kwargs, tie_weights=False)
 
 
+def on_copies(module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Calls a module's forward without gradients, and restores its attributes, buffers and all random states."""
+    args, kwargs = mapped(lambda part: part.detach().clone() if type(part) is Tensor else part, (args, kwargs))
+    device = next((part.device for part in leaves([args, kwargs]) if isinstance(part, Tensor)), torch.device("cpu"))
+    buffers = {name: buffer.clone() for name, buffer in named(module, "named_buffers")}
+    with torch.no_grad(), undisturbed(module, device, None, None) as restart:
+        restart(0)
+        with_tensors(module, forward, buffers)(*args, **kwargs)
+
+
 @contextmanager
-def undisturbed(block: nn.Module, device: torch.device) -> Iterator[Callable[[], None]]:
-    """Runs a block without dropout, and restores it and all random states; yields what starts these states anew."""
-    for part in block.modules():
-        if hasattr(part, "unshard"):        # FSDP2 gathers the weights of the call that follows
-            part.unshard()
-    before = [(part, dict(vars(part))) for part in block.modules()]
+def undisturbed(module: nn.Module, device: torch.device, dtype: torch.dtype | None, mode: bool | None,
+                ) -> Iterator[Callable[[int], None]]:
+    """Runs a module without dropout, and restores it and all random states; yields what starts both anew."""
+    before = [(part, dict(vars(part))) for part in module.modules()]
     numpy, state, precision = sys.modules.get("numpy"), random.getstate(), torch.get_float32_matmul_precision()
     of_numpy = numpy and numpy.random.get_state()
 
-    def restart() -> None:
-        torch.manual_seed(0)
-        random.setstate(state)
+    def attribute(name: str, value: Any) -> Any:    # which may be a cache that the block writes to
+        if name == "training" and mode is not None:
+            return mode
+        is_plain = name not in OWN and isinstance(value, Tensor | list | dict | set)
+        return mapped(lambda part: cast(part, dtype) if type(part) is Tensor else part, copied(value)) if is_plain \
+            else value
+
+    def restart(seed: int) -> None:
+        torch.manual_seed(seed)
+        random.seed(seed)
         if numpy:
-            numpy.random.set_state(of_numpy)
+            numpy.random.seed(seed)
+        for part, values in before:
+            vars(part).clear()
+            vars(part).update({name: attribute(name, value) for name, value in values.items()})
 
     devices = dict(devices=[]) if device.type == "cpu" else dict(devices=[device], device_type=device.type)
-    with NoDropout(), torch.random.fork_rng(**devices):
+    with InTrial(dtype is torch.float32), torch.random.fork_rng(**devices):
         try:
             if precision != "highest":      # setting it makes compiled code compile again
                 torch.set_float32_matmul_precision("highest")
-            for part, values in before:     # an attribute may be a cache that the block writes to
-                vars(part).update({name: value.clone() for name, value in values.items() if isinstance(value, Tensor)})
             yield restart
         finally:
-            restart()
+            random.setstate(state)
+            if numpy:
+                numpy.random.set_state(of_numpy)
             if precision != "highest":
                 torch.set_float32_matmul_precision(precision)
             for part, values in before:

@@ -5,7 +5,7 @@ here that handles tensors returns plain ones unchanged, so that its callers need
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -91,6 +91,36 @@ def total_norm(accelerator: Accelerator, tensors: Sequence[Tensor]) -> Tensor:
         torch.distributed.all_reduce(square, group=sharded[0].device_mesh.get_group())
         norms[0] = square.sqrt().float()
     return norms[0] if len(norms) == 1 else torch.hypot(*norms)
+
+
+def map_shares(work: Callable[[Tensor], Tensor], stack: Tensor, like: Tensor) -> Tensor:
+    """Maps a stack of matrices by `work`, each rank a share of them; all ranks call it together.
+
+    `stack` (n, rows, columns) has what this rank holds of n matrices that are distributed as `like` is: all rows, or
+    its shard's. `work` maps complete ones (k, all rows, columns), and this rank gets its part of all n results.
+    Replicas exchange their shares once, shards twice.
+    """
+    group = like.device_mesh.get_group() if is_sharded(like) else None
+    world = torch.distributed.get_world_size(group) if torch.distributed.is_initialized() else 1
+    if world == 1:
+        return work(stack)
+    share = -(-len(stack) // world)
+    padded = nn.functional.pad(stack, (0, 0, 0, 0, 0, share * world - len(stack)))
+    result, (_, held, columns) = torch.empty_like(padded), padded.shape
+    if not is_sharded(like):
+        own = work(padded.chunk(world)[torch.distributed.get_rank(group)])
+        torch.distributed.all_gather_into_tensor(result, own.contiguous(), group)
+        return result[: len(stack)]
+    most = -(-len(like) // world)
+    rows = [max(0, min(most, len(like) - rank * most)) for rank in range(world)]
+    sizes, equal = [share * count * columns for count in rows], world * [share * held * columns]
+    parts = padded.new_empty(sum(sizes))
+    torch.distributed.all_to_all_single(parts, padded.flatten(), sizes, equal, group)
+    own = work(torch.cat([part.view(share, count, columns)
+                          for part, count in zip(parts.split(sizes), rows, strict=True)], dim=1))
+    parts = torch.cat([part.flatten() for part in own.split(rows, dim=1)])
+    torch.distributed.all_to_all_single(result.view(-1), parts, equal, sizes, group)
+    return result[: len(stack)]
 
 
 @contextlib.contextmanager

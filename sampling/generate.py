@@ -1,6 +1,7 @@
 """Seeds -> images, over ranks, and the cost of sampling."""
 
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -17,6 +18,7 @@ from guidance import Guidance
 from rf import RF
 from routing_module import Route
 from runtime.device import DTYPES, upload
+from sampling.checks import sampler_of
 
 SAMPLING_VERSION = 1  # a change of the images of the same seeds increments it: tests/test_versions.py
 
@@ -53,8 +55,8 @@ def sampling_cost(
         meters.append(Meter(guidance.net2))
         guidance = replace(guidance, net2=meters[-1])
     noise, y = torch.zeros(1, net.in_channels, net.input_size, net.input_size), torch.zeros(1, dtype=torch.int64)
-    diffusion.sample(meters[0], noise, y, num_steps=num_steps, guidance=guidance, randn_like=torch.zeros_like,
-                     **sampler)
+    sampler_of(diffusion, **sampler)(meters[0], noise, y, num_steps=num_steps, guidance=guidance,
+                                     randn_like=torch.zeros_like)
     return tuple(sum(getattr(meter, count) for meter in meters) for count in ("passes", "linear", "attention"))
 
 
@@ -90,12 +92,14 @@ def generate(
 ) -> Iterator[Batch]:
     """Samples this rank's images batch by batch: rank r takes the r-th part of each world · batch_size seeds.
 
-    All batches are full, so that shapes and results are the same bit for bit on one rank and on several. Where seeds
-    run out, copies with seed -1 fill the batch. `gathered` joins the ranks' parts in order and drops copies.
+    All batches are full: where seeds run out, copies with seed -1 fill the batch. So with at least world · batch_size
+    seeds, shapes and results are the same bit for bit on one rank and on several; with fewer, which make smaller
+    batches, they are the same up to rounding. `gathered` joins the ranks' parts in order and drops copies.
     """
     device = next(net.parameters()).device
     batch_size = min(batch_size, max(1, math.ceil(len(seeds) / state.num_processes)))
-    silent = progress is None or not state.is_main_process
+    sample = sampler_of(diffusion, **sampler)
+    silent, began, said = progress is None or not state.is_main_process, time.perf_counter(), 0
     bar = tqdm(total=len(seeds), desc=progress, unit="img", disable=silent or None)
     for start in range(0, len(seeds), batch_size * state.num_processes):
         first = start + batch_size * state.process_index
@@ -106,10 +110,14 @@ def generate(
         noise = SeededNoise(sampled + [seeds[0]] * pad, device)
         unit = noise.randn((net.in_channels, net.input_size, net.input_size))
         with torch.autocast(unit.device.type, DTYPES[precision], enabled=precision != "fp32"):
-            latents = diffusion.sample(net, unit, y, num_steps=num_steps, guidance=guidance,
-                                       randn_like=noise.randn_like, **sampler)
+            latents = sample(net, unit, y, num_steps=num_steps, guidance=guidance, randn_like=noise.randn_like)
         yield torch.tensor(sampled + [-1] * pad), batch_labels, decode(latents)
-        bar.update(min(batch_size * state.num_processes, len(seeds) - start))
+        done = min(start + batch_size * state.num_processes, len(seeds))
+        bar.update(done - start)
+        if bar.disable and not silent and (said == 0 or 10 * done // len(seeds) > said):  # in a pipe or a notebook
+            said, seconds = max(1, 10 * done // len(seeds)), time.perf_counter() - began
+            print(f"{progress}: {done:,} of {len(seeds):,} images in {seconds:,.0f} s, about "
+                  f"{seconds * (len(seeds) / done - 1):,.0f} s to go")
     bar.close()
 
 

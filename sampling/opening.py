@@ -8,7 +8,6 @@ from accelerate import PartialState
 from torch import Tensor
 
 from guidance import Guidance
-from rf import RF
 from runtime.device import DTYPES
 from sampling.checks import sampler_settings
 from sampling.generate import sampling_cost
@@ -48,7 +47,7 @@ def open_sampling(
     # Raises now what sampling would raise.
     guided, plain = (sampling_cost(net, trained.diffusion, cfg.num_steps, each, **sampler) for each in (guidance, None))
     if guidance and guidance.interval:
-        is_sigma = isinstance(trained.diffusion, RF) and 1 < guidance.interval[1] < math.inf
+        is_sigma = trained.diffusion.max_noise < guidance.interval[1] < math.inf
         if is_sigma or (guidance.scale != 1 and guided[0] == plain[0]):
             raise ValueError(f"interval={list(guidance.interval)} does not fit the sampler's noise levels, or none of "
                              f"its {cfg.num_steps} steps begins inside. EDM's are sigmas, and flow matching's are t = "

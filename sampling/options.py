@@ -6,15 +6,16 @@ from typing import Annotated, Literal
 
 from accelerate import PartialState
 from omegaconf import OmegaConf
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
+import extensions
 from guidance import Guidance, ends
 from routing_module import Route
 from runtime import schema
 from runtime.device import DTYPES
 from weights.averages import WeightsName
 from weights.loading import Trained, find_on_main_rank, load_trained, other_data
-from weights.records import keywords
+from weights.records import keywords, settings_of
 
 MOST_SEED = 2**63 - 1  # seeds are sent between ranks, and stored, as int64
 GRID_CLASSES = 10  # a grid shows at most this many classes unless some are named
@@ -33,6 +34,8 @@ Level = between(1e-6, 1e6)  # of noise: its squares and roots fit float32
 class SamplerSettings(schema.Settings):
     """A diffusion's sampler; null: its own value. EDM's are in arXiv 2206.00364, Algorithm 2."""
 
+    model_config = ConfigDict(extra="allow")  # settings of a file in solvers/, which `sampler_settings` checks
+
     sigma_min: Level = None
     sigma_max: Level = None
     rho: between(0.1, 100) = None
@@ -40,7 +43,7 @@ class SamplerSettings(schema.Settings):
     S_min: between(0, 1e6) = None
     S_max: between(0, math.inf) = None
     S_noise: between(0, 1e6) = None
-    solver: Literal["euler", "heun", "euler_maruyama", "ancestral"] | None = None
+    solver: schema.Text | None = None  # of the diffusion, or a file in solvers/, whose settings may follow
     # A shift below 1 is LightningDiT's, whose time runs the other way.
     shift: between(1, 100) | Literal["size"] = None
 
@@ -63,6 +66,7 @@ class GuidanceSettings(schema.Settings):
     interval: Pair | None
     routes: list[GuidanceRoute] | None
     channels: schema.Size | None
+    kind: dict = {}  # name: a file of guidances/, and its settings
 
 
 NO_GUIDANCE = schema.read(
@@ -137,8 +141,12 @@ def build_guidance(
                          f"routes=: set drop_label=true, a higher gamma2=, or weak=<another network>.")
     routes = None if settings.routes is None else tuple(
         Route(selection_ratio=0.0, **route.model_dump()) for route in settings.routes)
-    guidance = Guidance(settings.scale, settings.gamma1, settings.gamma2, settings.drop_label, weak and weak.net,
-                        settings.interval, routes, settings.channels)
+    kind, own = Guidance, dict(settings.kind)
+    if own:
+        kind = extensions.find("guidances", own.pop("name", None))
+        own = schema.read(settings_of(kind), own, "kind: ").model_dump()
+    guidance = kind(settings.scale, settings.gamma1, settings.gamma2, settings.drop_label, weak and weak.net,
+                        settings.interval, routes, settings.channels, **own)
     guidance.check(trained.net)
     return guidance, {**guidance.record(), "weak": weak and weak.checkpoint.source}
 

@@ -121,6 +121,8 @@ def check_folder(folder: Path, name: str, overwrite: bool) -> list[Path]:
     Raises ValueError if there are some and `overwrite` is false, and for pictures from elsewhere.
     """
     earlier = []
+    if folder.is_file():
+        raise ValueError(f"out={folder} is a file: name a folder, or a grid's .png or an .npz.")
     for file in folder.rglob("*"):
         if not looks_like_image(file.relative_to(folder).as_posix()):
             continue

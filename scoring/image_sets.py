@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from tqdm import tqdm
 from dit import DiT
 from edm import EDM
 from guidance import Guidance
-from latents.decoding import UnreadableImage, open_image
+from latents.decoding import UnreadableImage, is_transparent, open_image
 from latents.folder import open_latents
 from latents.images import open_source
 from rf import RF
@@ -35,6 +36,7 @@ from weights import autoencoders
 ARRAYS = (".npz", ".npy")
 BALANCED = "class seed % number of classes"
 SAMPLED_RULE = "uint8 = floor(clip(127.5 x + 128, 0, 255))"
+Alpha = Literal["drop", "white"]
 Indexed = Iterator[tuple[Tensor, Tensor]]  # indices (B,) int64, -1 for a copy; images (B, H, W, 3) uint8
 
 
@@ -85,13 +87,14 @@ def open_images(
     resolution: int | None = None,
     autoencoder: str | None = None,         # decodes latents; None: the one in their folder's record
     decode_batch_size: int | None = None,
+    alpha: Alpha | None = None,             # of files; None: none may be transparent
 ) -> StoredImages:
     """Opens a folder or archive of images, an npz with `arr_0`, an npy, or latents; only the first two are scaled.
 
     Raises ValueError for what cannot be scored, and for fewer than two images, which have no covariance.
     """
     if are_files(path):
-        images = open_files(state, key, path, resolution)
+        images = open_files(state, key, path, resolution, alpha)
     elif Path(path).suffix in ARRAYS:
         images = open_array(key, path)
     else:
@@ -163,7 +166,9 @@ def open_decoded(
     return StoredImages(latents.count, read, record, np.random.RandomState(0).permutation(latents.count), SAMPLED_RULE)
 
 
-def open_files(state: PartialState, key: str, path: str, resolution: int | None) -> StoredImages:
+def open_files(
+    state: PartialState, key: str, path: str, resolution: int | None, alpha: Alpha | None = None,
+) -> StoredImages:
     """Opens a folder or archive of images, which are scored in the order of their hashes, whatever their names are.
 
     All hashes and sizes must be known before the first image is scored, so ranks share the reading.
@@ -171,22 +176,27 @@ def open_files(state: PartialState, key: str, path: str, resolution: int | None)
     source = open_source(path, labels="none", key=key)
     pool = ThreadPoolExecutor(8)
 
-    def look(index: int) -> tuple[int, bytes, tuple[int, int], str | None]:
+    def look(index: int) -> tuple[int, bytes, tuple[int, int], bool, str | None]:
         try:
             data = source.read(index)
-            with open_image(data) as image:  # the header only
-                return index, hashlib.sha256(data).digest(), image.size, None
+            with open_image(data) as image:  # the header only, unless it has an alpha channel
+                return index, hashlib.sha256(data).digest(), image.size, not alpha and is_transparent(image), None
         except (UnreadableImage, OSError) as error:
-            return index, b"", (0, 0), f"{source.names[index]} ({error})"
+            return index, b"", (0, 0), False, f"{source.names[index]} ({error})"
 
     mine, looked = range(state.process_index, len(source), state.num_processes), []
     for start in tqdm(range(0, len(mine), 256), desc="looking at files", unit=" × 256 img", delay=2, leave=False,
                       disable=not state.is_main_process or None):
         looked += pool.map(look, mine[start : start + 256])
-    _, digests, sizes, failures = zip(*sorted(gather_object(looked)), strict=True)
+    _, digests, sizes, transparent, failures = zip(*sorted(gather_object(looked)), strict=True)
     if broken := [why for why in failures if why]:
         raise ValueError(f"{key}={path}: {len(broken)} of {len(source)} files cannot be read as images, first "
                          f"{broken[0]}: replace them.")
+    if any(transparent):
+        raise ValueError(f"{key}={path}: {sum(transparent):,} of {len(source):,} files are partly transparent, such as "
+                         f"{source.names[transparent.index(True)]}: set alpha=drop to keep their colours, as ADM, "
+                         f"pytorch-fid and clean-fid do, or alpha=white to lay them over white"
+                         f"{'. fid.py reference_from= makes an npz so' * ('.' in key)}.")
     copies, sizes = len(digests) - len({*digests}), Counter(sizes)
     if copies > len(digests) // 100 and state.is_main_process:
         print(f"{key}={path}: {copies:,} of {len(digests):,} files are copies of others, as if seeds were used twice.")
@@ -197,7 +207,7 @@ def open_files(state: PartialState, key: str, path: str, resolution: int | None)
 
     def pixels(index: int) -> np.ndarray:
         try:
-            return source.pixels(index, resolution)
+            return source.pixels(index, resolution, alpha)
         except UnreadableImage as error:
             raise ValueError(f"{key}={path}: {source.names[index]} is damaged ({error}): replace it.") from error
 
@@ -206,7 +216,7 @@ def open_files(state: PartialState, key: str, path: str, resolution: int | None)
 
     size = [resolution] * 2 if resolution else list(next(iter(sizes))[::-1])
     record = {"path": str(path), "sha256": hashlib.sha256(b"".join(digests)).hexdigest(), "size": size,
-              "order": "shuffled by the files' SHA-256, copies apart"}
+              "order": "shuffled by the files' SHA-256, copies apart"} | ({"alpha": alpha} if alpha else {})
     return StoredImages(len(source), read, record, shuffled(digests))
 
 

@@ -26,6 +26,7 @@ from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
@@ -37,25 +38,42 @@ from objectives import DiffusionLoss
 from runtime import files
 from runtime.command import command, commit
 from runtime.device import DTYPES, device_name, multiplies_in_tf32
-from runtime.schema import Classes, Count, Location, NonEmptyList, NonNegativeInt, Number, Size, Steps, Tokens, one_of
+from runtime.schema import (
+    Classes,
+    Count,
+    Location,
+    NonEmptyList,
+    NonNegativeInt,
+    Number,
+    Size,
+    Steps,
+    Text,
+    Tokens,
+    first_line,
+    one_of,
+)
 from sampling import generate
-from scoring.features import versions
-from scripts import presentation
+from scoring.features import EXTRACTORS, extract, load_extractor, versions
 from training import speed
 from training.cuda_graphs import record_passes, record_update
+from training.optimizers import build_optimizer
 from training.run import Sums, describe_network
 from training.settings import ModelSettings
 from weights.records import build_diffusion, build_network
 
 Batches = Iterator[tuple[Tensor, Tensor, dict[str, Tensor]]]
 Mark = Callable[[str], None]  # charges the time since the last mark to a name
+OPTIONS = ("eager", "blocks", "passes", "fp8", "muon")  # of a variant; configs/benchmark.yaml explains them
+ATTENTION = {"flash": SDPBackend.FLASH_ATTENTION, "flash3": SDPBackend.FLASH_ATTENTION,
+             "cudnn": SDPBackend.CUDNN_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION}
+ADAMW = dict(lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
 SQUARES = {"cpu": (1024, 2048), "cuda": (4096, 8192, 16384)}  # sides of the matrices that are multiplied
 
 
 class BenchmarkSettings(ModelSettings):
     """configs/benchmark.yaml."""
 
-    mode: one_of(["train", "sample"])
+    mode: one_of(["train", "sample", "score"])
     out: Location | None
     device: one_of(["cpu", "cuda"]) | None
     threads: Count | None
@@ -70,7 +88,8 @@ class BenchmarkSettings(ModelSettings):
     compile: bool | one_of(speed.COMPILE_MODES)
     compile_cache: Location | None
     activation_checkpointing: bool
-    variants: NonEmptyList[one_of(["dit", "tread", "dit-eager", "tread-eager"])]
+    variants: NonEmptyList[Text]
+    attention: one_of(ATTENTION) | None
     rounds: Count
     steps: Count
     warmup: NonNegativeInt
@@ -78,6 +97,9 @@ class BenchmarkSettings(ModelSettings):
     num_latents: Count
     num_steps: Steps
     scale: Number | None
+    features: one_of(EXTRACTORS)
+    features_weights: Location | None
+    image_size: Size
 
 
 # ---- clocks ---------------------------------------------------------------------------------------------------------
@@ -130,6 +152,11 @@ def matmul_flops(device: torch.device, precision: str) -> dict[str, float]:
     return rates
 
 
+def speed_up(slow: list[float], fast: list[float]) -> float:
+    """Returns the median of the ratios within a round."""
+    return median(one / other for one, other in zip(slow, fast, strict=True))
+
+
 def medians(rounds: list[dict[str, float]]) -> dict[str, float]:
     return {name: median(each[name] for each in rounds) for name in rounds[0]}
 
@@ -151,6 +178,15 @@ def take_turns(
 
 
 # ---- what is timed --------------------------------------------------------------------------------------------------
+
+
+def options_of(variant: str) -> set[str]:
+    """Returns the options in a variant's name; raises ValueError where it is not dit or tread with some of OPTIONS."""
+    network, *options = variant.split("-")
+    if network not in ("dit", "tread") or not {*options} <= {*OPTIONS} or len({*options} & {*OPTIONS[:3]}) > 1:
+        raise ValueError(f"variants has {variant}: write dit or tread, then at most one of -{', -'.join(OPTIONS[:3])}, "
+                         f"then any of -{', -'.join(OPTIONS[3:])}.")
+    return {*options}
 
 
 def make_network(cfg: BenchmarkSettings, variant: str, device: torch.device | str) -> DiT:
@@ -191,7 +227,7 @@ class Variant:
     """A network in training, set up as in train.py and past its first step, with its measurements."""
 
     def __init__(self, cfg: BenchmarkSettings, accelerator: Accelerator, name: str, loader: Batches, kind: str):
-        device = accelerator.device
+        device, options = accelerator.device, options_of(name)
         others = torch.cuda.memory_allocated()  # 0 on a CPU
         self.name, self.accelerator, self.loader, self.kind = name, accelerator, loader, kind
         self.num_parts = cfg.grad_accum_steps
@@ -199,14 +235,24 @@ class Variant:
         torch.manual_seed(0)
         self.model = make_network(cfg, name, device)
         self.ema = copy.deepcopy(self.model).eval()
-        if cfg.precision == "fp8":
-            speed.multiply_in_float8(self.model)
+        if cfg.precision == "fp8" or "fp8" in options:
+            if device.type == "cuda":
+                speed.check_float8(device)
+            speed.multiply_in_float8(self.model, emulate=device.type == "cpu")
         self.sums, self.objective = Sums(device), DiffusionLoss(self.model, build_diffusion(cfg.diffusion))
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        optimizer = build_optimizer(dict(self.model.named_parameters()), **(
+            ADAMW | {"name": "muon", "matrix_lr": None, "momentum": 0.95} if "muon" in options else
+            ADAMW | {"name": "adamw"}))
         if cfg.activation_checkpointing:
             speed.recompute_activations(self.model)
-        how = not name.endswith("-eager") and cfg.compile
-        speed.compile_blocks(self.model, how)
+        how = "eager" not in options and cfg.compile
+        if how and "passes" in options:
+            how = "reduce-overhead"
+        speed.compile_blocks(self.model, "blocks" not in options and how)
+        if how and "blocks" in options:  # torch's own mode, which train.py does not have
+            how = True
+            for block in self.model.blocks:
+                block.forward = torch.compile(block.forward, dynamic=False, mode="reduce-overhead")
         recorded = record_passes(self.objective, how, device, self.num_parts)
         self.called, self.optimizer = speed.replicate(accelerator, recorded), accelerator.prepare(optimizer)
         # Before a part's forward pass lies, but for the first part, the backward pass of the part before.
@@ -260,6 +306,8 @@ class Variant:
 
 def steps_in_turn(cfg: BenchmarkSettings, accelerator: Accelerator, make: Callable[[Batches, str], list]) -> tuple:
     """Makes variants on the data of one loader; returns them, and what `take_turns` returns of their steps."""
+    for name in cfg.variants:
+        options_of(name)
     device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
     with latents_of(cfg, make_network(cfg, "dit", "meta")) as latents:
         check_batch_size(cfg.batch_size, latents.count, world, cfg.grad_accum_steps)
@@ -282,9 +330,22 @@ def time_train(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
     is_warm = cfg.compile_cache is not None and any(path.is_file() for path in Path(cfg.compile_cache).rglob("*"))
     nets = {name: make_network(cfg, name, "meta") for name in {*cfg.variants, "dit"}}
     counts = {name: multiply_adds(net, net.routes) for name, net in nets.items()}
-    variants, took, parts, products = steps_in_turn(cfg, accelerator, lambda *data: [
-        Variant(cfg, accelerator, name, *data) for name in cfg.variants])
-    rows, world = [], accelerator.num_processes
+    failed: dict[str, str] = {}
+
+    def make(*data: object) -> list[Variant]:
+        made = []
+        for name in cfg.variants:
+            try:
+                made.append(Variant(cfg, accelerator, name, *data))
+            except (RuntimeError, ValueError) as error:
+                if not options_of(name) or isinstance(error, torch.OutOfMemoryError):
+                    raise
+                failed[name] = f"{type(error).__name__}: {first_line(error)}"  # of what is tried; the others are timed
+        return made
+
+    variants, took, parts, products = steps_in_turn(cfg, accelerator, make)
+    rows, world = [{"variant": name, "parts": {}, "failed": message} for name, message in failed.items()], \
+        accelerator.num_processes
     for variant in variants:
         name, per_step, dense = variant.name, median(took[variant.name]), took.get(variant.name.replace("tread", "dit"))
         flops = 6 * sum(counts[name])  # 2 a multiply-add, and the backward pass takes twice the forward one
@@ -293,7 +354,9 @@ def time_train(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
             "variant": name, "batch": cfg.batch_size, "tokens": cfg.tokens, "ranks": world,
             "images/s": cfg.batch_size / per_step, "s/step": per_step, "parts": parts[name],
             "GFLOP/image": flops / 1e9, "TFLOP/s a rank": rate / 1e12, "MFU": rate / max(products.values()),
-            "over dense": dense and median(slow / fast for slow, fast in zip(dense, took[name], strict=True)),
+            "over dense": dense and speed_up(dense, took[name]),
+            "over first": speed_up(next(took[other] for other in took if other.split("-")[0] == name.split("-")[0]),
+                                   took[name]),
             "FLOP ratio": sum(counts["dit"]) / sum(counts[name]), "peak GiB": variant.peak,
             "first step s": None if is_warm else variant.first_step, "graphs": variant.graphs,
             "rounds s/step": took[name],
@@ -302,34 +365,59 @@ def time_train(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
 
 
 def time_sample(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
-    """Times sampling one batch of latents per rank, dense, as images are; decoding is not included."""
+    """Times sampling one batch of latents per rank by the dense variants, as images are; decoding is not included."""
     device, seeds = accelerator.device, list(range(cfg.batch_size * accelerator.num_processes))
     labels, diffusion = [seed % cfg.num_classes for seed in seeds], build_diffusion(cfg.diffusion)
-    net = make_network(cfg, "dit", device).eval()
     guidance = None if cfg.scale is None else Guidance(cfg.scale)
-    flops = 2 * sum(generate.sampling_cost(net, diffusion, cfg.num_steps, guidance)[1:])
-    speed.compile_blocks(net, cfg.compile)
 
-    def sample(mark: Mark) -> None:
+    def sample(net: DiT, mark: Mark) -> None:
         for _ in generate.generate(accelerator, net, diffusion, lambda latents: latents, seeds, labels,
                                    guidance=guidance, batch_size=cfg.batch_size, num_steps=cfg.num_steps,
                                    precision=cfg.precision):
             pass
         mark("sampling")
 
-    first = seconds_of_parts(device, sample)["sampling"]
-    rounds, parts, products = take_turns(cfg.rounds, device, cfg.precision, {
-        "dit": partial(seconds_of_parts, device, sample)})
-    took = median(rounds["dit"])
+    works, first = {}, {}
+    for name in (name for name in cfg.variants if name in ("dit", "dit-eager")):
+        net = make_network(cfg, name, device).eval()
+        speed.compile_blocks(net, cfg.compile if name == "dit" else False)
+        works[name] = partial(seconds_of_parts, device, partial(sample, net))
+        first[name] = works[name]()["sampling"]
+    if not works:
+        raise ValueError(f"mode=sample times variants dit and dit-eager, but variants={cfg.variants}.")
+    rounds, parts, products = take_turns(cfg.rounds, device, cfg.precision, works)
+    flops = 2 * sum(generate.sampling_cost(net, diffusion, cfg.num_steps, guidance)[1:])
     return {"matmul FLOP/s": products, "rows": [{
-        "variant": "dit", "batch": cfg.batch_size, "tokens": cfg.tokens, "ranks": accelerator.num_processes,
-        "images/s": len(seeds) / took, "s/batch": took, "parts": parts["dit"], "GFLOP/image": flops / 1e9,
-        "MFU": flops * cfg.batch_size / took / max(products.values()), "first batch s": first,
-        "peak GiB": train.peak_memory_gib(device), "rounds s/batch": rounds["dit"],
+        "variant": name, "batch": cfg.batch_size, "tokens": cfg.tokens, "ranks": accelerator.num_processes,
+        "images/s": len(seeds) / median(took), "s/batch": median(took), "parts": parts[name],
+        "GFLOP/image": flops / 1e9, "MFU": flops * cfg.batch_size / median(took) / max(products.values()),
+        "over first": speed_up(next(iter(rounds.values())), took), "first batch s": first[name],
+        "peak GiB": train.peak_memory_gib(device), "rounds s/batch": took,
+    } for name, took in rounds.items()]}
+
+
+def time_score(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
+    """Times the features of a batch of random images on each rank, as fid.py measures them."""
+    device, extractor = accelerator.device, load_extractor(accelerator.state, cfg.features, cfg.features_weights)
+    images = torch.randint(256, (cfg.batch_size, cfg.image_size, cfg.image_size, 3), dtype=torch.uint8, device=device)
+
+    def score(mark: Mark) -> None:
+        for _ in extract(extractor, [(torch.arange(len(images)), images)]):
+            pass
+        mark("features")
+
+    first = seconds_of_parts(device, score)["features"]
+    rounds, parts, products = take_turns(cfg.rounds, device, cfg.precision, {
+        cfg.features: partial(seconds_of_parts, device, score)})
+    [(name, took)] = rounds.items()
+    return {"matmul FLOP/s": products, "rows": [{
+        "variant": name, "batch": cfg.batch_size, "image size": cfg.image_size, "ranks": accelerator.num_processes,
+        "images/s": cfg.batch_size * accelerator.num_processes / median(took), "s/batch": median(took),
+        "parts": parts[name], "first batch s": first, "peak GiB": train.peak_memory_gib(device), "rounds s/batch": took,
     }]}
 
 
-MODES = {"train": time_train, "sample": time_sample}
+MODES = {"train": time_train, "sample": time_sample, "score": time_score}
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -346,13 +434,15 @@ def table(rows: list[dict]) -> str:
             return "not measured"
         return (f"{value:,.0f}" if value >= 1000 else f"{value:.3g}") if isinstance(value, float) else str(value)
 
-    return presentation.table(names, [[cell(row.get(name, "")) for name in names] for row in flat])
+    rows = [names, ["---"] * len(names), *([cell(row.get(name, "")) for name in names] for row in flat)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def describe(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
     """Gathers what the numbers depend on: device, versions, commit, command and settings."""
     return {"mode": cfg.mode, "device": device_name(accelerator.device),
             "tf32": multiplies_in_tf32(accelerator.device), "ranks": accelerator.num_processes,
+            "DDP": torch.distributed.is_initialized(),
             "threads": torch.get_num_threads(), "versions": versions(SimpleNamespace(library="timm")),
             "commit": commit(), "command": " ".join(["python scripts/benchmark.py", *sys.argv[1:]]),
             "settings": cfg.model_dump()}
@@ -398,13 +488,24 @@ def compiled_code_in(folder: str | None) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def attention_of(kind: str | None) -> Iterator[None]:
+    """Lets torch take one kind of ATTENTION alone, or choose; it raises RuntimeError where it lacks that one."""
+    if kind == "flash3":
+        torch.nn.attention.activate_flash_attention_impl("FA3")
+    with sdpa_kernel(ATTENTION[kind]) if kind else contextlib.nullcontext():
+        yield
+
+
 @command("benchmark", BenchmarkSettings)
 def main(cfg: BenchmarkSettings) -> None:
-    with compiled_code_in(cfg.compile_cache):
+    with compiled_code_in(cfg.compile_cache), attention_of(cfg.attention):
         accelerator = start(cfg)
         record = describe(cfg, accelerator) | MODES[cfg.mode](cfg, accelerator)
         if accelerator.is_main_process:
             finish(cfg, record)
+        if failed := [row["variant"] for row in record["rows"] if "failed" in row]:
+            raise ValueError(f"Failed: {', '.join(failed)}. The others were timed.")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ compared with float32 on the same machine.
 
 import copy
 import gc
+import importlib.util
 import json
 import math
 import os
@@ -27,6 +28,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object, send_to_device
+from huggingface_hub import try_to_load_from_cache
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,14 +39,16 @@ from routing_module import RouteSchedule
 from runtime import files, ranks, sharding
 from runtime.command import command, commit, compose
 from runtime.device import device_name
-from runtime.schema import Location, Settings, first_line, read
+from runtime.schema import Location, Settings, Text, first_line, read
 from sampling.generate import generate
+from scoring.features import ADM_GRAPH_URL, INCEPTION_URL
 from scripts import benchmark
 from train import train_step, trained_weights, update_ema
 from training import cuda_graphs, speed
 from training.cuda_graphs import record_passes, record_update
 from training.optimizers import build_optimizer
 from training.run import Sums
+from weights.autoencoders import HUB_NAMES
 from weights.records import build_network
 
 # Largest relative differences of loss and gradient norm, over three steps, from those of the CPU in float32.
@@ -66,6 +70,7 @@ class CheckSettings(Settings):
     """configs/check_gpu.yaml."""
 
     rehearsal: bool
+    only: Text | None
     out: Location | None
 
 
@@ -97,6 +102,13 @@ def require(holds: bool, needs: str) -> None:
         raise Skipped(needs)
 
 
+def require_float8(device: torch.device) -> None:
+    try:
+        speed.check_float8(device)
+    except ValueError as lacking:
+        raise Skipped(str(lacking)) from None
+
+
 def require_at_most(message: str, *measured: tuple[float, float]) -> str:
     """Returns the message; raises ValueError with it where a measured value exceeds its limit, or is NaN."""
     if not all(value <= most for value, most in measured):
@@ -115,6 +127,20 @@ def make_stepper(
     update = record_update(accelerator, prepared, how, num_parts)
     return partial(train_step, accelerator, called, objective, prepared, num_parts=num_parts, update=update,
                    **{"label_dropout": 0.0, "clip_norm": None, **options})
+
+
+def check_downloads(machine: Machine) -> str:
+    """Names what the pages' commands download or import and is not here, as a node may have no network."""
+    cached = partial(try_to_load_from_cache, filename="diffusion_pytorch_model.safetensors")
+    there = Path(torch.hub.get_dir()) / "checkpoints"
+    needed = {
+        **{f"{repo} (autoencoder={name})": isinstance(cached(repo), str) for name, repo in HUB_NAMES.items()},
+        **{f"{url.rpartition('/')[2]} in {there} (features={name})": (there / url.rpartition("/")[2]).is_file()
+           for name, url in (("inception", INCEPTION_URL), ("adm", ADM_GRAPH_URL))},
+        "TensorFlow (features=adm)": importlib.util.find_spec("tensorflow") is not None}
+    missing = [name for name, is_here in needed.items() if not is_here]
+    require(not missing, f"not here, so fetch before the network is gone: {', '.join(missing)}")
+    return f"{', '.join(needed)} are here"
 
 
 # ---- the same step on a CPU and here --------------------------------------------------------------------------------
@@ -209,10 +235,7 @@ def check_step(machine: Machine, precision: str, mode: str) -> str:
     few = machine.rehearsal and mode == "compiled"  # as compiling for a CPU takes long
     require(not few or precision == "fp32", "a rehearsal compiles fp32 alone")
     if precision == "fp8":
-        try:
-            speed.check_float8(machine.device)
-        except ValueError as lacking:
-            raise Skipped(str(lacking)) from None
+        require_float8(machine.device)
     return compare_steps(machine, precision, COMPILED[mode],
                          [(True, 1)] if few else [(True, 1), (True, 2), (False, 1), (False, 2)])
 
@@ -223,29 +246,39 @@ def check_fsdp(machine: Machine) -> str:
     return compare_steps(machine, "fp32", False, [(True, 1), (False, 2)], sharded=True)
 
 
-def check_random(machine: Machine) -> str:
-    """Steps that sample their own random numbers, plain and in CUDA graphs, also where the routes change."""
-    require(machine.device.type == "cuda", "CUDA graphs need a GPU")
-    plain, recorded = (six_losses(machine, how) for how in (False, "reduce-overhead"))
+def check_replays(machine: Machine, precision: str) -> str:
+    """Forty steps of two parts with label dropout, an EMA and an off-ramp at half, plain and in CUDA graphs."""
+    require(machine.device.type == "cuda" or machine.rehearsal and precision != "fp8", "CUDA graphs need a GPU")
+    if precision == "fp8":
+        require_float8(machine.device)
+    steps = 6 if machine.rehearsal else 40
+    (plain, average), (recorded, its_average) = (replayed_losses(machine, precision, how, steps) for how in (
+        False, False if machine.rehearsal else "reduce-overhead"))
     apart = max(abs(one / other - 1) for one, other in zip(plain, recorded, strict=True))
-    most = TOLERANCES["fp32"]
-    return require_at_most(f"losses within {apart:.1e} of plain ones (at most {most:g})", (apart, most))
+    away = ((its_average - average).norm() / average.norm()).item()
+    most = TOLERANCES[precision]
+    return require_at_most(f"losses of {steps} steps within {apart:.1e} of plain ones, their EMA within {away:.1e} (at "
+                           f"most {most:g})", (apart, most), (away, most))
 
 
-def six_losses(machine: Machine, how: bool | str) -> list[float]:
-    """Returns the losses of six steps of two parts; the route ends at the fourth."""
+def replayed_losses(machine: Machine, precision: str, how: bool | str, steps: int) -> tuple[list[float], Tensor]:
+    """Returns the losses of steps of two parts, whose route ends at half of them, and the last EMA as a vector."""
     torch._dynamo.reset()
-    accelerator, device, network = machine.accelerator("fp32", 2), machine.device, machine.network
+    accelerator, device, network = machine.accelerator(precision, 2), machine.device, machine.network
     torch.manual_seed(0)
     net = build_network(network).to(device)
-    objective = DiffusionLoss(net, EDM(), schedule=RouteSchedule(net.routes, dense_after=3))
+    ema = copy.deepcopy(net)
+    if precision == "fp8":
+        speed.multiply_in_float8(net)
+    objective = DiffusionLoss(net, EDM(), schedule=RouteSchedule(net.routes, dense_after=steps // 2))
     step = make_stepper(accelerator, objective, how, num_parts=2, label_dropout=0.1, clip_norm=1.0)
     x, y, _ = send_to_device(make_batch(network, 2 * IMAGES), device)
-    losses = []
-    for objective.step in range(6):
+    weights, average, losses = trained_weights(net), trained_weights(ema), []
+    for objective.step in range(steps):
         torch.manual_seed(objective.step)
-        losses.append(step(x, y, {})[0].item())
-    return losses
+        losses.append(step(x, y, {})[0])
+        update_ema(average, weights, 0.9)
+    return torch.stack(losses).tolist(), torch.cat([p.detach().flatten() for p in average])
 
 
 # ---- what a step must not do ----------------------------------------------------------------------------------------
@@ -378,10 +411,12 @@ def check_machine(machine: Machine) -> str:
 
 CHECKS: dict[str, Callable[[Machine], str]] = {
     "machine": check_machine,
+    "downloads": check_downloads,
     **{f"step, {precision}, {mode}": partial(check_step, precision=precision, mode=mode)
        for precision in TOLERANCES for mode in COMPILED},
     "FSDP": check_fsdp,
-    "random numbers, CUDA graphs": check_random,
+    **{f"replays, {precision}, CUDA graphs": partial(check_replays, precision=precision)
+       for precision in ("fp32", "bf16", "fp8")},
     **{f"no wait, {recipe}": partial(check_waits, **keywords) for recipe, keywords in RECIPES.items()},
     "stop and resume": check_resuming,
     "sampling": check_sampling,
@@ -417,7 +452,10 @@ def main(cfg: CheckSettings) -> None:
     machine = Machine(cfg.rehearsal, device, accelerator.process_index, accelerator.num_processes)
     cuda_graphs.STRETCH = 4 * 2**20  # so that under DDP the backward pass of a network this small is several graphs
     rows: list[dict] = []
-    for name, check in CHECKS.items():
+    chosen = {name: check for name, check in CHECKS.items() if cfg.only is None or cfg.only in name}
+    if not chosen:
+        raise ValueError(f"No check has only={cfg.only} in its name: they are {', '.join(CHECKS)}.")
+    for name, check in chosen.items():
         if cfg.rehearsal and name == "speed, DiT-XL/2":  # as slow as S/2, and its network is as small
             continue
         began = time.perf_counter()

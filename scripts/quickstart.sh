@@ -23,7 +23,7 @@ if [ ! $reference -nt $data/metadata.json ]; then
 fi
 printf '\n3/3  Trains, and scores the untrained and the trained network: 2 to 4 minutes on two cores.\n'
 python train.py experiment=quickstart model="$model" evaluate.every=1000000 evaluate.reference=$reference
-python scripts/curves.py "$run" --out "$run"/curves.png > /dev/null
+python scripts/compare.py "$run" out="$run/curves" > /dev/null
 
 python - "$run" <<'PYTHON'
 import json, sys

@@ -2,9 +2,8 @@
 # Runs a command of this project as a Slurm job, on one node or several. It saves before the time limit, requeues itself
 # and resumes.
 #   sbatch --nodes=2 --gpus-per-node=8 --ntasks-per-node=8 scripts/slurm.sh train.py experiment=tread size=xl2
-#   sbatch --array=1-6 --gpus-per-node=1 scripts/slurm.sh scripts/study.py study=cifar10 'tasks=[train,score]'
-#                                                        one part of the study each; then tasks=[report], once.
-#                                                        For lost parts submit the same numbers 1-6 again
+#   sbatch --array=0-2 --gpus-per-node=1 scripts/slurm.sh train.py model=tread name='x-${model.name}-seed${seed}'
+#                                                        one seed each, which is the task's number
 #   sbatch --gpus-per-node=1 scripts/slurm.sh fid.py checkpoint=runs/xl2 reference=ref.npz
 # One task is one process with one GPU. Folders (data, runs, the code) must be the same on all nodes. The options below
 # are defaults: options on sbatch's command line, such as --time, --partition or --account, override them.
@@ -32,8 +31,7 @@ stop() {
 trap 'stop USR1' USR1
 trap 'stop TERM' TERM
 
-[ -z "${SLURM_ARRAY_TASK_ID:-}" ] ||
-    set -- "$@" "part=$((SLURM_ARRAY_TASK_ID - SLURM_ARRAY_TASK_MIN + 1))/$SLURM_ARRAY_TASK_COUNT"
+[ -z "${SLURM_ARRAY_TASK_ID:-}" ] || set -- "$@" "seed=$SLURM_ARRAY_TASK_ID"
 MASTER_ADDR=$(scontrol show hostnames "${SLURM_JOB_NODELIST:-localhost}" | head -n 1)
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export MASTER_ADDR MASTER_PORT

@@ -92,7 +92,7 @@ def test_an_experiment_composes_checks_and_builds_and_an_unknown_one_lists_them(
     (["evaluate.num_samples=9", "evaluate.every=0"], None),
     (["objective=alignment", "objective.weight=-1"], "objective=alignment: weight=-1"),
     (["objective=alignment", "+objective.blocks=[1]"], "There is no setting blocks: did you mean block"),
-    (["objective.name=version2"], "there is no objectives/version2.py"),
+    (["objective.name=version2"], "There is no objectives/version2.py"),
     (["+objective.weight=1"], "There is no setting weight"),
 ])
 def test_settings_that_do_not_go_together_or_change_nothing_are_refused(typed, words):      # more: test_mistakes.py
@@ -157,7 +157,7 @@ def test_a_row_of_a_published_table_has_its_name_network_routes_and_training(nam
     cfg = load(*typed)
     assert checked(*typed) and (cfg.name, cfg.run_dir) == (name, f"runs/{name}")
     net, block = network(cfg), next((block for block in ("mamba", "rwkv", "lightning") if block in name), "dit")
-    assert (type(net.blocks[0]), len(net.blocks), net.pos_embed.shape[1]) == (BLOCKS[block].block, depth, 256)
+    assert (type(net.blocks[0]), len(net.blocks), net.pos_embed.shape[1]) == (BLOCKS[block], depth, 256)
     routes = [Route(2, depth - 4, 0.5)] if "tread" in name else []
     if name.endswith("tread_v1"):
         routes = [Route(start, end, 0.5, x_T=1, x_D_last=1) for start, end in VERSION_1[depth]]

@@ -6,8 +6,10 @@ import re
 from conftest import ROOT
 
 # From the lowest to the highest; files of one group may import each other, without a cycle.
-CORE = ("routing_module", "blocks", "dit", "guidance", "edm", "rf", "autoencoder", "objectives", "routed")
-ORDER = [*CORE, "runtime", "weights", "latents", "sampling", "scoring", "training", "commands", "scripts"]
+CORE = ("extensions", "routing_module", "blocks", "dit", "guidance", "edm", "rf", "autoencoder", "objectives",
+        "solvers", "guidances", "diffusions", "routed")
+ORDER = [*CORE, "runtime", "weights", "latents", "sampling", "scoring", "metrics", "extractors",
+         "training", "commands", "scripts"]
 COMMANDS = ("train", "sample", "fid")
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from blocks import WIDTHS
+from blocks.transformer import WIDTHS
 from dit import DiT, DiT_models, infer_architecture
 
 

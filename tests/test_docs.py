@@ -18,7 +18,7 @@ from runtime.schema import read
 
 PAGES = [*(ROOT / page for page in ("README.md", "CONTRIBUTING.md", "examples/emoji/README.md")),
          *sorted((ROOT / "docs").glob("*.md"))]
-PLAIN_ARGUMENTS = ("scripts/curves.py", "scripts/studies/held_out.py", "examples/emoji/prepare_emoji.py",
+PLAIN_ARGUMENTS = ("scripts/compare.py", "scripts/studies/held_out.py", "examples/emoji/prepare_emoji.py",
                    "examples/route_diffusers.py", "examples/custom_block.py", "examples/write_latents.py")
 CODE = [*sorted(ROOT.glob("*.py")), *sorted((ROOT / "scripts").glob("[!_]*.py")),
         *sorted((ROOT / "scripts/studies").glob("[!_]*.py")), *sorted((ROOT / "examples").glob("*.py")),
@@ -119,12 +119,14 @@ def commits_of(rows: object) -> set[str | None]:
     return own.union(*map(commits_of, rows.values() if isinstance(rows, dict) else rows))
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "docs/results").rglob("*.json")),
+@pytest.mark.parametrize("file", [*sorted((ROOT / "docs/results").rglob("*.json")),
+                                  *sorted((ROOT / "docs/results").rglob("study.jsonl"))],
                          ids=lambda file: f"{file.parent.name}/{file.name}")
 def test_each_file_of_results_has_commits(file):
-    rows = json.loads(file.read_text())
-    commits, scores = commits_of(rows), [row for run in rows.get("runs", [rows]) for row in run.get("scores", [])]
-    assert all(row.get("commit") for row in scores if isinstance(row, dict))  # other files' scores are numbers
+    rows = list(map(json.loads, file.read_text().splitlines())) if file.suffix == ".jsonl" else json.loads(
+        file.read_text())
+    commits, common = commits_of(rows), rows[0]["common"] if isinstance(rows, list) else {}
+    assert all((common | row).get("commit") for row in rows if isinstance(row, dict) and "value" in row)
     assert commits and all(re.fullmatch(r"[0-9a-f]{12,40}(-dirty)?", str(commit)) for commit in commits)
 
 

@@ -619,3 +619,28 @@ def test_a_line_says_that_fewer_images_than_classes_lack_some(tmp_path, capsys, 
         command(tmp_path, checkpoint=run_folder, reference=reference_npz, metrics=["fd_pixels"], num_steps=1,
                 num_samples=count)
         assert ("num_samples=2 covers only 2 of 3 classes" in capsys.readouterr().out) == (count == 2)
+
+
+def test_partly_transparent_files_are_scored_only_as_typed(tmp_path):
+    """ADM, pytorch-fid and clean-fid drop alpha by convert("RGB"); over white the same files give another score."""
+    rng, scores = np.random.default_rng(0), {}
+    np.save(tmp_path / "ref.npy", rng.integers(0, 256, (20, 16, 16, 3), np.uint8))
+    for kind in ("rgba", "rgb"):
+        (tmp_path / kind).mkdir()
+    for i in range(10):
+        image = Image.fromarray(rng.integers(0, 256, (16, 16, 4), np.uint8), "RGBA")
+        image.save(tmp_path / f"rgba/{i}.png")
+        image.convert("RGB").save(tmp_path / f"rgb/{i}.png")
+
+    def score(kind: str, *options: str) -> dict:
+        run_command(fid.main, "fid.py", f"images={tmp_path / kind}", f"reference={tmp_path / 'ref.npy'}", *options,
+                    "features=pixels", f"results={tmp_path / 'rows.jsonl'}", "cpu=true")
+        return json.loads((tmp_path / "rows.jsonl").read_text().splitlines()[-1])
+
+    with pytest.raises(SystemExit, match="10 of 10 files are partly transparent, such as .*: set alpha=drop to keep"):
+        score("rgba")
+    scores = {name: score(kind, *options) for name, kind, options in (
+        ("rgb", "rgb", []), ("drop", "rgba", ["alpha=drop"]), ("white", "rgba", ["alpha=white"]))}
+    values = {name: row["metrics"]["fd_pixels"] for name, row in scores.items()}
+    assert values["rgb"] == pytest.approx(values["drop"], rel=1e-9) != pytest.approx(values["white"], rel=1e-2)
+    assert [row["source"].get("alpha") for row in scores.values()] == [None, "drop", "white"]

@@ -37,7 +37,7 @@ from torch.nn import functional as F
 
 import dit
 import latents.loader
-from blocks import BLOCKS, BlockKind
+from blocks import BLOCKS
 from blocks.transformer import DiTBlock, LightningBlock
 from dit import DiT, DiT_models
 from edm import EDM
@@ -96,6 +96,8 @@ def with_their_projector(patch: pytest.MonkeyPatch, case: dict) -> None:
 class SprintBlock(LightningBlock):
     """LightningDiT's block with the norms and the MLP of DiT's, as Sprint's is."""
 
+    final_norm = staticmethod(DiTBlock.final_norm)
+
     def __init__(self, hidden_size: int, num_heads: int, mlp_ratio: float, grid_size: int, qk_norm: bool):
         super().__init__(hidden_size, num_heads, mlp_ratio, grid_size, qk_norm)
         plain = DiTBlock(hidden_size, num_heads, mlp_ratio, grid_size)
@@ -103,7 +105,7 @@ class SprintBlock(LightningBlock):
 
 
 def with_sprints_block(patch: pytest.MonkeyPatch, case: dict) -> None:
-    patch.setitem(BLOCKS, "lightning", BlockKind(SprintBlock))
+    patch.setitem(BLOCKS, "lightning", SprintBlock)
     # Positions are rotary alone.
     patch.setattr(dit, "sincos_2d", lambda dim, grid_size: torch.zeros(1, grid_size**2, dim))
 

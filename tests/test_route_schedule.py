@@ -10,7 +10,6 @@ import torch
 import training_runs
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_study import run_of
 from training_runs import assert_same_end, killed
 
 from dit import multiply_adds
@@ -19,7 +18,7 @@ from guidance import Guidance
 from objectives import build_objective
 from routing_module import Route, RouteSchedule
 from runtime import files
-from scripts import study
+from scripts import compare
 from weights import checkpoint as checkpoints
 from weights.loading import load_trained
 from weights.records import build_network, build_schedule
@@ -138,17 +137,16 @@ def test_every_objective_takes_the_routes_of_its_step(name):
 # ---- what it takes --------------------------------------------------------------------------------------------------
 
 
-def test_flops_of_a_study_are_those_of_the_steps_that_were_taken(tmp_path):
+def test_flops_of_a_comparison_are_those_of_the_steps_that_were_taken(tmp_path):
     changes, net = {"dense_after": 2, "selection_ratios": [0.25, 0.75]}, build_network(NETWORK)
     meta = {"step": 4, "network": NETWORK, "route_schedule": changes, "seed": 3, "batch_size": 8,
-            "config": {"steps": 4}, "diffusion": {}}
+            "config": {"steps": 4}, "diffusion": {}, "data": {"fingerprint": "x"}, "history": []}
     checkpoints.save(checkpoints.step_folder(tmp_path, 4), dict.fromkeys(("ema", "model"), net.state_dict()), meta)
     source = {"in_training": True, "guidance": None, "seeds": "0", "precision": "fp32", "multiply_adds": {}}
     for step in (0, 1, 4):
         files.append_row(tmp_path / "results.jsonl", {
             "source": {**source, "step": step}, "metrics": {"fid": 1.0}, "extractor": {"name": "x"}, "images": 2,
             "device": "cpu", "versions": {}, "reference": {"path": "x"}})
-    run = run_of("route_schedule.dense_after=2", seed=3, folder=tmp_path)
     cost = [8 * 6 * sum(multiply_adds(net, routes)) for routes in map(build_schedule(net, changes, 3).at, range(4))]
-    assert [score["flops"] for score in study.from_disk(run)["scores"]] == [0, cost[0], sum(cost)]
+    assert [score["flops"] for score in compare.read_run("x", tmp_path)["scores"]] == [0, cost[0], sum(cost)]
     assert cost[2] == cost[3] == 8 * 6 * sum(multiply_adds(net)) > cost[0]

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from conftest import ROOT, run_command
 from PIL import Image
 from safetensors.torch import load_file
-from spoils import with_new_hashes, without_hashes
+from spoils import with_new_hashes
 from test_configs import load
 from tqdm import tqdm
 from training_runs import assert_same_end, refusal, rows, trained
@@ -27,7 +27,7 @@ from dit import DiT_models
 from edm import EDM
 from runtime import files
 from scripts import prepare_latents
-from train import as_line, report, start_trackers, timed_out_of_speed, train_step
+from train import as_line, main, report, start_trackers, timed_out_of_speed, train_step
 from training import speed
 from training.run import Run, Sums, choose_sizes
 from training.settings import TrainSettings
@@ -73,17 +73,6 @@ def test_a_run_whose_every_step_is_skipped_does_not_finish_however_short_it_is(s
     said = refusal(tmp_path / "run", shapes, "steps=4", "model.depth=3", "model.routes=[]")
     assert "the last 4 steps had no finite gradient" in said
     assert f"There is no good checkpoint: move {tmp_path}/run away, or set name=<another>; and lower optimi" in said
-
-
-def test_a_nan_in_the_data_is_named_before_the_learning_rate_is_blamed(shapes, tmp_path, monkeypatch):
-    data = shutil.copytree(shapes, tmp_path / "data")
-    monkeypatch.setattr("latents.folder.NUM_PROBED", 1)  # image 0 alone is looked at when the data are opened
-    without_hashes(data)
-    np.load(data / "latents-00000.npy", mmap_mode="r+")[1:] = np.nan
-    said = refusal(tmp_path / "run", data, "steps=4", "model.depth=3", "model.routes=[]")
-    assert re.search(rf"The data hold NaN or infinity in 4 of these batches, first in {data}/latents-00000.npy, row "
-                     rf"(\d+) \(image \1 ", said)
-    assert f"prepare them again, and move {tmp_path}/run away." in said and "lower optimizer.lr" not in said
 
 
 class Plain(torch.nn.Linear):
@@ -404,3 +393,23 @@ def test_batch_and_steps_follow_from_the_number_of_latents(count, ranks, batch_s
                                              optimizer=SimpleNamespace(warmup_steps=500))
     cfg = choose_sizes(settings, SimpleNamespace(num_processes=ranks, print=lambda line: None), count)
     assert (cfg.batch_size, cfg.steps) == (batch_size, steps)
+
+
+def test_a_run_takes_the_sizes_that_are_not_typed_from_the_weights_that_it_starts_from(shapes, tmp_path):
+    """Fine-tuning by another experiment: width, depth, heads, patch and classes are the weights', and it resumes."""
+    trained(tmp_path / "first", shapes, "steps=2", "model.patch_size=8")
+    plain = ["experiment=small_cpu", f"data.path={shapes}", f"run_dir={tmp_path / 'tuned'}", "compile=false",
+             "samples.every=0", "log.trackers=[]", "batch_size=8", "precision=fp32", f"init_from={tmp_path / 'first'}",
+             "optimizer.warmup_steps=0", "optimizer.schedule=constant", "checkpoint.every=1", "cpu=true",
+             "diffusion.sigma_data=0.8"]
+    main(*plain, "steps=1")
+    network = json.loads((tmp_path / "tuned/checkpoints/step-00000001/meta.json").read_text())["network"]
+    assert [network[key] for key in ("hidden_size", "depth", "num_heads", "patch_size", "num_classes")] == [
+        32, 6, 2, 8, 6]
+    (tmp_path / "first").rename(tmp_path / "moved")
+    main(*plain, "steps=2")
+    assert (tmp_path / "tuned/checkpoints/step-00000002").is_dir()
+    for typed, words in (("model.hidden_size=64", "'hidden_size': 32} there, {'hidden_size': 64} here"),
+                         ("model.backbone_type=DiT-S/4", "another network")):
+        with pytest.raises(ValueError, match=words):
+            main(*(word.replace("first", "moved").replace("tuned", "other") for word in plain), "steps=1", typed)

@@ -19,7 +19,7 @@ from training.optimizers import update_weights
 # The modes of torch.compile that ask for CUDA graphs, and the mode that compiles the blocks inside our graphs.
 CUDA_GRAPHS = {"reduce-overhead": None, "max-autotune": "max-autotune-no-cudagraphs"}
 WARMUP = 3              # passes before recording, which compile and choose kernels
-STRETCH = 128 * 2**20   # bytes of gradients, five of DDP's buckets, that are sent while the next ones are computed
+STRETCH = 128 * 2**20   # bytes of gradients that are sent while the next ones are computed
 MODE = "thread_local"   # of a capture's checks: the thread that reads data ahead may pin memory meanwhile
 
 

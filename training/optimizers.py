@@ -1,5 +1,6 @@
 """Optimizers by name, steps that can be skipped without waiting for the device, and state as named tensors."""
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw as adamw_step
 
 from runtime import sharding
+from runtime.device import multiplies_bf16
 
 
 class ShardedAdamW(torch.optim.AdamW):
@@ -41,11 +43,30 @@ def is_matrix(name: str, p: nn.Parameter) -> bool:
     return name.startswith("blocks.") and name.endswith(".weight") and p.ndim == 2
 
 
+ITERATIONS, COEFFICIENTS = 5, (3.4445, -4.7750, 2.0315)  # the odd polynomial of kellerjordan.github.io/posts/muon
+
+
+def orthogonalize(matrices: Tensor) -> Tensor:
+    """Brings the singular values of n matrices (n, rows, columns) near 1, by Newton's and Schulz's iteration.
+
+    It multiplies in the matrices' type, and a stack takes no more operations than a single matrix.
+    """
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if is_tall else matrices
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    a, b, c = COEFFICIENTS
+    for _ in range(ITERATIONS):
+        gram = torch.bmm(x, x.mT)
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
+
+
 class Muon(torch.optim.Optimizer):
     """Muon (arXiv 2502.16982) for the matrices of the blocks and AdamW for the rest, a group each, AdamW's first.
 
-    Both are torch's. Muon's steps are scaled to the size of AdamW's, so that one learning rate suits both: matrix_lr is
-    lr where it is None.
+    Muon's steps are scaled to the size of AdamW's, so that one learning rate suits both: matrix_lr is lr where it is
+    None. They are torch.optim.Muon's, but matrices of one shape are orthogonalised together, a share on each rank. So
+    all ranks step together. Float32 is orthogonalised in bfloat16 where the device multiplies that.
     """
 
     _step_supports_amp_scaling = True  # GradScaler and `step_unless` ask for it
@@ -56,29 +77,46 @@ class Muon(torch.optim.Optimizer):
     ):
         matrices = {name: p for name, p in trained.items() if is_matrix(name, p)}
         rest = {name: p for name, p in trained.items() if name not in matrices}
-        muon = torch.optim.Muon(matrices.values(), lr=lr if matrix_lr is None else matrix_lr, momentum=momentum,
-                                weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
-        self.parts = adamw(rest, lr=lr, weight_decay=weight_decay, **settings), muon
-        super().__init__([group for part in self.parts for group in part.param_groups], {})
+        self.adamw = adamw(rest, lr=lr, weight_decay=weight_decay, **settings)
+        super().__init__([*self.adamw.param_groups, {
+            "params": [*matrices.values()], "lr": lr if matrix_lr is None else matrix_lr, "momentum": momentum,
+            "weight_decay": weight_decay}], {})
 
     @torch.no_grad()
     def step(self, closure: object = None) -> None:
         """Takes a step unless the tensor `found_inf` is true; like fused optimizers, it never waits for the device."""
-        for part, group in zip(self.parts, self.param_groups, strict=True):
-            part.param_groups, part.state = [group], self.state  # loading a checkpoint replaces both
-        rest, muon = self.parts
-        rest.grad_scale, rest.found_inf = None, getattr(self, "found_inf", None)
-        rest.step()
-        [matrices] = muon.param_groups
-        for p in matrices["params"]:  # one by one, so that the copies to undo a step stay small
+        rest, group = self.param_groups  # loading a checkpoint replaces them, and the state
+        self.adamw.param_groups, self.adamw.state = [rest], self.state
+        self.adamw.grad_scale, self.adamw.found_inf = None, getattr(self, "found_inf", None)
+        self.adamw.step()
+        by_shape: dict[torch.Size, list[nn.Parameter]] = {}
+        for p in group["params"]:
             if p.grad is not None:
-                muon.param_groups = [{**matrices, "params": [p]}]
-                momentum = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p.grad))
-                changed = sharding.local_tensors([p, momentum])
-                before = [tensor.clone() for tensor in changed] if rest.found_inf is not None else []
-                muon.step()
-                for tensor, old in zip(changed, before, strict=False):
-                    tensor.copy_(torch.where(rest.found_inf.bool(), old, tensor))
+                by_shape.setdefault(p.shape, []).append(p)
+        for matrices in by_shape.values():
+            self.step_together(matrices, group, self.adamw.found_inf)
+
+    def step_together(self, matrices: list[nn.Parameter], group: Mapping, found_inf: Tensor | None) -> None:
+        """Takes Muon's step in matrices of one shape; where `found_inf` is true, nothing changes."""
+        for p in matrices:
+            if "momentum_buffer" not in self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
+        weights, gradients, momenta = map(sharding.local_tensors, (
+            matrices, [p.grad for p in matrices], [self.state[p]["momentum_buffer"] for p in matrices]))
+        device, dtype = weights[0].device, weights[0].dtype
+        skipped = torch.zeros((), dtype=torch.bool, device=device) if found_inf is None else found_inf.bool()
+        lr, momentum = group["lr"], group["momentum"]
+        # A skipped step moves the momentum toward itself, and so not at all.
+        updates = torch.where(skipped, torch.stack(momenta), torch.stack(gradients))
+        torch._foreach_lerp_(momenta, updates.unbind(), 1 - momentum)
+        torch._foreach_lerp_(updates.unbind(), momenta, momentum)  # Nesterov's
+        if dtype == torch.float32 and multiplies_bf16(device):
+            updates = updates.bfloat16()
+        updates = sharding.map_shares(orthogonalize, updates, like=matrices[0])
+        updates = updates.masked_fill_(skipped, 0).to(dtype)
+        decay = torch.full((), 1 - lr * group["weight_decay"], dtype=dtype, device=device)
+        torch._foreach_mul_(weights, decay.masked_fill_(skipped, 1))
+        torch._foreach_add_(weights, updates.unbind(), alpha=-0.2 * math.sqrt(max(matrices[0].shape)) * lr)
 
 
 OPTIMIZERS = {"adamw": adamw, "muon": Muon}

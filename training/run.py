@@ -8,8 +8,10 @@ import copy
 import math
 import platform
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,7 +24,7 @@ from latents.folder import Latents, open_latents
 from latents.loader import check_batch_size
 from objectives import DiffusionLoss, build_objective, trained_parameters
 from rf import RF
-from runtime import sharding
+from runtime import ranks, sharding
 from runtime.command import commit
 from runtime.device import DTYPES, device_name, multiplies_in_tf32
 from sampling.options import GRID_CLASSES, empty_classes, labels_of, parse_classes, parse_seeds, unscored_classes
@@ -31,9 +33,10 @@ from scoring.image_sets import require_array
 from scoring.score import Evaluator, available_metrics, measure_reference, open_reference
 from training import speed
 from training.optimizers import build_optimizer
-from training.settings import ModelSettings, TrainSettings, describe_unfinished_warmup
+from training.settings import ModelSettings, TrainSettings, describe_unfinished_warmup, sized_like
 from weights import autoencoders
 from weights.averages import names_of
+from weights.loading import find_on_main_rank, latest_checkpoint
 from weights.records import ROUTER_DEFAULTS, build_diffusion, build_network, build_schedule
 
 # ---- a run ----------------------------------------------------------------------------------------------------------
@@ -147,7 +150,9 @@ def open_data(cfg: TrainSettings, accelerator: Accelerator) -> Latents:
     """Opens the latents; raises ValueError where they are missing or do not fit the settings."""
     if cfg.data.path is None:
         raise ValueError("Give the latents to train on: data.path=<folder>, as scripts/prepare_latents.py wrote it.")
-    with accelerator.local_main_process_first():  # copied files are compared with their hashes once
+    with accelerator.local_main_process_first(), warnings.catch_warnings():  # copied files are compared once
+        if not accelerator.is_main_process:
+            warnings.simplefilter("ignore")     # the main rank prints them
         latents = open_latents(cfg.data.path, cfg.data.verify and accelerator.is_local_main_process)
     num_classes = cfg.data.num_classes or latents.num_classes
     latents.require(shape=latent_shape(cfg, latents), num_classes=num_classes)
@@ -290,6 +295,10 @@ def make_run(cfg: TrainSettings, accelerator: Accelerator) -> Run:
                          "accelerate launch or torchrun, or set sharding=none.")
     if cfg.precision == "fp8":
         speed.check_float8(accelerator.device)
+    if cfg.init_from is not None:
+        latest = ranks.from_main(accelerator, partial(latest_checkpoint, Path(cfg.run_dir)))
+        cfg = sized_like(cfg, latest[1]["network"] if latest else
+                         find_on_main_rank(accelerator, cfg.init_from).record.network)
     latents = open_data(cfg, accelerator)
     cfg = choose_sizes(cfg, accelerator, latents.count)
     record = describe_run(cfg, latents, accelerator.num_processes, accelerator.device)

@@ -14,8 +14,7 @@ from torch import nn
 from autoencoder import Convention
 from dit import LabelEmbedder
 from guidance import Guidance
-from latents.loader import find_damaged
-from objectives import own_state, trained_parameters
+from objectives import class_of, own_state, trained_parameters
 from runtime import files, ranks, sharding
 from runtime.schema import (
     Count,
@@ -29,6 +28,7 @@ from runtime.schema import (
     leaves,
     read,
     read_record,
+    typed,
 )
 from training.optimizers import load_optimizer, optimizer_tensors
 from training.run import Run
@@ -36,7 +36,7 @@ from training.settings import ONLY_AT_START, WITHOUT_EFFECT, CheckpointSettings
 from weights import checkpoint as checkpoints
 from weights.averages import names_of
 from weights.loading import Trained, find_by_hash, find_on_main_rank, latest_checkpoint, load_trained, other_data
-from weights.records import CheckpointRecord, DataRecord, architecture, diffusion_keywords
+from weights.records import DIFFUSIONS, CheckpointRecord, DataRecord, architecture, diffusion_keywords
 
 
 class TrainedData(DataRecord):
@@ -102,10 +102,9 @@ def differing(old: object, new: object) -> tuple[object, object]:
     return {key: old.get(key) for key in keys}, {key: new.get(key) for key in keys}
 
 
-def without_weights(settings: dict) -> dict:
-    """Returns the settings of a diffusion or an objective without the weights of a loss's terms, which may change."""
-    return {key: without_weights(value) if isinstance(value, dict) else value
-            for key, value in settings.items() if not key.endswith("weight")}
+def fixed(settings: dict, kind: type) -> dict:
+    """Returns the settings of a diffusion or an objective without those that its class lets a resumed run change."""
+    return {key: value for key, value in settings.items() if key not in getattr(kind, "changeable", ())}
 
 
 def same_start(meta: dict, path: str | None) -> bool:
@@ -119,9 +118,11 @@ def same_start(meta: dict, path: str | None) -> bool:
 def check_resumable(meta: dict, now: dict, run_dir: Path) -> None:
     """Raises ValueError if a checkpoint's record has another network, diffusion, objective, data set or start."""
     def facts(record: dict) -> dict:
+        diffusion, objective = diffusion_keywords(record["diffusion"]), record["objective"]
         return {"network": architecture(record["network"]),
-                "diffusion": without_weights(diffusion_keywords(record["diffusion"])),
-                "objective": without_weights(record["objective"]), "data set": record["data"]["fingerprint"],
+                "diffusion": fixed(diffusion, DIFFUSIONS[diffusion["name"]]),
+                "objective": fixed(objective, class_of(objective.get("name"))),
+                "data set": record["data"]["fingerprint"],
                 "init_from": record["init_from"], "optimizer": record["optimizer"]}
 
     if same_start(meta, now["init_from"]):
@@ -130,9 +131,10 @@ def check_resumable(meta: dict, now: dict, run_dir: Path) -> None:
     for fact in was:
         old, new = differing(was[fact], is_now[fact])
         if old != new:
+            anew = f" and {typed('init_from', run_dir)}, which continues from its weights" if fact == "data set" else ""
             raise ValueError(f"{run_dir} was trained with another {fact}, so it cannot resume: it has {old}, this "
-                             f"command {new}. Start another run with name=<another>, or give the settings that "
-                             f"it started with.")
+                             f"command {new}. Start another run with name=<another>{anew}, or give the settings that "
+                             f"it started with{', shard_size= of its data among them' * bool(anew)}.")
 
 
 def changed_settings(meta: dict, now: dict) -> dict[str, str]:
@@ -219,9 +221,6 @@ def restore(run: Run, folder: Path, content: dict) -> None:
     cfg, accelerator = run.cfg, run.accelerator
     meta = read_record(Meta, folder / "meta.json", "It does not describe a checkpoint of a run; move it away.", content)
     run.record["parent"] = meta.parent and meta.parent.model_dump()
-    now = run.record["history"][-1] | {"step": meta.step}  # a new entry only if one of these has changed
-    unchanged = meta.history[-1] | {"step": meta.step} == now
-    run.record["history"] = meta.history if unchanged else [*meta.history, now]
     with as_recorded(folder / "meta.json"):
         check_resumable(meta.model_dump(), run.record, run.folder)
         changes = changed_settings(meta.model_dump(), run.record)
@@ -233,10 +232,14 @@ def restore(run: Run, folder: Path, content: dict) -> None:
         raise ValueError(f"{run.folder} has finished its {meta.step} steps with other settings: {'; '.join(others)}. "
                          f"Train with these under another name=<name> or run_dir=<folder>, or continue that run with "
                          f"a larger steps=.")
-    for key, change in changes.items() if meta.step < cfg.steps else ():
-        if key not in ONLY_AT_START:
-            accelerator.print(f"Resuming with a change: {change}. From here on the run differs from one without the "
-                              "change.")
+    now = run.record["history"][-1] | {"step": meta.step}  # a new entry only if one of these or a setting has changed
+    if changed := {key: text for key, text in changes.items() if key not in ONLY_AT_START and meta.step < cfg.steps}:
+        now["changed"] = changed
+    for change in changed.values():
+        accelerator.print(f"Resuming with a change: {change}. From here on the run differs from one without the "
+                          "change.")
+    unchanged = meta.history[-1] | {"step": meta.step} == now
+    run.record["history"] = meta.history if unchanged else [*meta.history, now]
     run.record["null_label"] = meta.null_label or (run.record["null_label"] and meta.step < cfg.steps)
     run.step, run.images, run.elapsed_before = meta.step, meta.images, meta.elapsed_s
     if meta.run_id.rpartition("-")[0] == run.folder.name:  # else it is a copy, and wandb would drop its rows as known
@@ -292,20 +295,13 @@ def save(run: Run) -> None:
 
 def require_gradients(run: Run, skipped: int) -> None:
     """Raises ValueError, with the cause and the remedy, if too many steps in a row were skipped."""
-    cfg, taken = run.cfg, run.images // run.cfg.batch_size
-    if skipped < min(cfg.max_skipped_in_row, cfg.steps):  # in a short run, all of its steps
+    if skipped < min(run.cfg.max_skipped_in_row, run.cfg.steps):  # in a short run, all of its steps
         return
-    damaged = find_damaged(run.latents, cfg.batch_size, cfg.seed, range(taken - skipped, taken), run.objective.arrays)
     last_good = checkpoints.last_sound(run.folder, run.step - skipped)
     remedy = (f"Move checkpoints newer than {last_good} away to resume from it" if last_good else
               f"There is no good checkpoint: move {run.folder} away, or set name=<another>")
-    remedy += "; and lower optimizer.lr, set optimizer.clip_norm=1 or precision=fp32."
-    if damaged:
-        then = "the same command resumes" if checkpoints.all_steps(run.folder) else f"move {run.folder} away"
-        remedy = (f"The data hold NaN or infinity in {len(damaged)} of these batches, first in {damaged[0]}: prepare "
-                  f"them again, and {then}." + f" {remedy}" * (len(damaged) < skipped))
     raise ValueError(f"the last {skipped} steps had no finite gradient and were skipped: the run stops at step "
-                     f"{run.step}. {remedy}")
+                     f"{run.step}. {remedy}; and lower optimizer.lr, set optimizer.clip_norm=1 or precision=fp32.")
 
 
 # ---- the folder -----------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """The settings of configs/config.yaml and its groups, with their types and ranges."""
 
-import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
@@ -12,7 +11,7 @@ from pydantic import Field
 from dit import DiT_models, Init
 from objectives import class_of
 from routing_module import Router
-from runtime.device import DTYPES
+from runtime.device import DTYPES, multiplies_bf16
 from runtime.schema import (
     Classes,
     Count,
@@ -37,7 +36,7 @@ from scoring import results
 from scoring.features import Features
 from training import speed
 from weights.averages import WeightsName, names_of
-from weights.records import RouteSettings, ScheduleSettings, keywords
+from weights.records import RouteSettings, ScheduleSettings, keywords, settings_of
 
 
 def size_of(backbone_type: str) -> str:
@@ -60,9 +59,8 @@ def for_depth(blocks: Mapping[int, int], _root_: DictConfig) -> int:
 
 
 def cpu_precision() -> str:
-    """Returns bf16 where the processor has instructions for it (AVX-512 BF16 or AMX), and elsewhere fp32."""
-    has = getattr(torch.cpu, "get_capabilities", dict)()  # older torch, such as 2.11, may lack it: then fp32
-    return "bf16" if has.get("avx512_bf16") or has.get("amx_bf16") else "fp32"
+    """Returns bf16 where the processor has instructions for it, and elsewhere fp32."""
+    return "bf16" if multiplies_bf16(torch.device("cpu")) else "fp32"
 
 
 # In a YAML: ${size_of:${model.backbone_type}}, ${for_depth:{12:4,28:10}}, ${cpu_precision:}
@@ -163,6 +161,9 @@ WITHOUT_EFFECT = {
     "data.verify",
 }
 ONLY_AT_START = {"model.name", "model.init", "new_label_table"}  # a resumed run does not read them
+# What a run takes from the weights of init_from= unless it is typed: `check_settings` leaves what is as fields_set.
+SIZES = {"model": ["hidden_size", "depth", "num_heads", "patch_size"],
+         "data": ["channels", "input_size", "num_classes"]}
 
 
 class TrainSettings(Settings):
@@ -208,7 +209,20 @@ def check_settings(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> Trai
     check_scales(cfg)
     if "optimizer.warmup_steps" in cli_overrides and (unfinished := describe_unfinished_warmup(cfg)):
         raise ValueError(f"{unfinished} Shorten it.")
-    return cfg
+    sized = {"size", "model.backbone_type"} & cli_overrides.keys()
+    return cfg.model_copy(update={name: group.model_construct(
+        {key for key in SIZES[name] if f"{name}.{key}" in cli_overrides or sized and name == "model"}, **dict(group))
+        for name, group in (("model", cfg.model), ("data", cfg.data))})
+
+
+def sized_like(cfg: TrainSettings, network: Mapping[str, object]) -> TrainSettings:
+    """Takes the sizes that are not typed from a network's record; the shape of latents is then that of their folder."""
+    model = {key: network[key] for key in SIZES["model"] if key not in cfg.model.model_fields_set}
+    data = {key: None for key in SIZES["data"] if key not in cfg.data.model_fields_set}
+    if "num_classes" in data and not cfg.new_label_table:
+        data["num_classes"] = network["num_classes"]
+    return cfg.model_copy(update={"model": cfg.model.model_copy(update=model),
+                                  "data": cfg.data.model_copy(update=data)})
 
 
 def describe_unfinished_warmup(cfg: TrainSettings) -> str | None:
@@ -270,9 +284,7 @@ def check_effect(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> None:
 def check_objective(objective: dict) -> None:
     """Raises ValueError for an objective without a file, and for a keyword that it lacks or of another type."""
     kind = class_of(objective.get("name"))
-    others = [p.name for p in inspect.signature(kind).parameters.values() if p.kind is not p.KEYWORD_ONLY]
-    declared = keywords(kind, **dict.fromkeys(others), name=(str | None, None))
-    read(declared, objective, f"objective={objective.get('name')}: ")
+    read(settings_of(kind, name=(str | None, None)), objective, f"objective={objective.get('name')}: ")
 
 
 def check_averages(cfg: TrainSettings) -> None:

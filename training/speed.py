@@ -6,6 +6,7 @@ Nothing here changes what is saved: parameters keep their names and their float3
 import contextlib
 import functools
 import importlib.util
+import inspect
 import logging
 import os
 import struct
@@ -13,10 +14,11 @@ import sys
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import GradientAccumulationPlugin
 from filelock import FileLock, Timeout
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dit import DiT
 from guidance import Guidance
@@ -28,6 +30,7 @@ from training.cuda_graphs import CUDA_GRAPHS
 PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
 COMPILE_MODES = (*CUDA_GRAPHS, "max-autotune-no-cudagraphs")
 TORCHAO = "0.18.0"  # imports with torch 2.11 and 2.15
+BUCKETS = 25        # that DDP exchanges in a step, about, if they are of 25 MiB or more
 
 
 # If torch is built for CUDA, compiling for a CPU looks for CUDA and warns that there is none.
@@ -46,17 +49,18 @@ def compile_blocks(model: DiT, how: bool | str) -> None:
     Blocks share their graphs: one for each number of tokens, whatever the depth. Hooks on a block run outside of them:
     FSDP's hooks, which gather and free its weights, and those that collect hidden states.
     """
+    if not how:
+        return  # the compiler is not even imported
     # torch gives up after 8 graphs of one function. Routes of many lengths need more, as do several runs in a notebook.
     torch._dynamo.config.recompile_limit = 64
     # Otherwise torch splits blocks where DDP's buckets end, to send gradients earlier. Blocks are short enough.
     torch._dynamo.config.optimize_ddp = False
     # On a CPU, GELU's tanh takes a tenth of a step less as exponentials than by the compiler's default.
     torch._inductor.config.cpp.use_decompose_tanh = True
-    if how:
-        remove_unfinished_libraries()
-        mode = None if how is True else CUDA_GRAPHS.get(how, how)
-        for block in model.blocks:
-            block.forward = torch.compile(block.forward, dynamic=False, mode=mode)
+    remove_unfinished_libraries()
+    mode = None if how is True else CUDA_GRAPHS.get(how, how)
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, dynamic=False, mode=mode)
 
 
 def remove_unfinished_libraries() -> None:
@@ -107,11 +111,18 @@ def compile_to_sample(
 
 
 def replicate(accelerator: Accelerator, objective: nn.Module, sharded: bool = False) -> nn.Module:
-    """Wraps the objective in autocast and, unless FSDP has sharded it already, in DDP."""
-    wrapped = accelerator.prepare_model(objective, evaluation_mode=sharded)
-    if isinstance(wrapped, nn.parallel.DistributedDataParallel):
-        wrapped.broadcast_buffers = False  # they are the same on all ranks; DDP's argument for it is deprecated
-    return wrapped
+    """Wraps the objective in autocast and, in a process group, in DDP, unless FSDP has sharded it already."""
+    wrapped = accelerator.prepare_model(objective, evaluation_mode=True)
+    if sharded or not torch.distributed.is_initialized():
+        return wrapped
+    # Not accelerate's DDP, which it leaves out for a group of one rank. More than BUCKETS exchanges cost the host more
+    # than they overlap with the backward pass.
+    gradients = sum(p.nbytes for p in objective.parameters() if p.requires_grad)
+    batched = {"batched_grad_copy": True} if "batched_grad_copy" in inspect.signature(DDP).parameters else {}  # of 2.15
+    replica = DDP(wrapped, device_ids=[accelerator.device.index] if accelerator.device.type == "cuda" else None,
+                  gradient_as_bucket_view=True, bucket_cap_mb=max(25, gradients / 2**20 / BUCKETS), **batched)
+    replica.broadcast_buffers = False  # they are the same on all ranks; DDP's argument for it is deprecated
+    return replica
 
 
 def check_float8(device: torch.device) -> None:
@@ -156,7 +167,6 @@ def make_accelerator(
             mixed_precision=PRECISIONS[precision],
             cpu=cpu,
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=grad_accum_steps),
-            kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True),
-                             InitProcessGroupKwargs(timeout=ranks.TIMEOUT)],
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=ranks.TIMEOUT)],
             **options,
         )

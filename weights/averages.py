@@ -8,7 +8,7 @@ from pydantic import AfterValidator
 
 def weights_name(name: str) -> str:
     """Spells a name as checkpoints do (model, ema, ema-0.999); raises ValueError for other names."""
-    if not re.fullmatch(r"model|ema|ema-[01]?\.\d+", name):
+    if not re.fullmatch(r"model|ema|ema-(0?\.\d+|\d(\.\d+)?e-\d+)", name):
         raise ValueError(f"weights={name} is neither model, ema nor ema-<decay> (such as ema-0.999).")
     return f"ema-{float(name.removeprefix('ema-'))}" if "-" in name else name
 

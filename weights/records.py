@@ -1,7 +1,7 @@
 """Builds networks and diffusions from plain records, as in meta.json and configs."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -11,6 +11,7 @@ import torch
 from pydantic import ConfigDict, Field, create_model
 from torch import Tensor
 
+import extensions
 from blocks.fusion import FusingRouter
 from dit import DiT
 from edm import DDPM, EDM
@@ -42,9 +43,16 @@ class Keywords(Settings):
 def keywords(*kinds: type, **others: Any) -> type[Keywords]:
     """Declares constructors' keywords by their signatures' types and defaults; `others` replaces or drops some."""
     parameters = [one for kind in kinds for one in inspect.signature(kind).parameters.values()]
-    fields = {one.name: (one.annotation, ... if one.default is one.empty else one.default) for one in parameters}
+    fields = {one.name: (Any if one.annotation is one.empty else one.annotation,
+                         ... if one.default is one.empty else one.default) for one in parameters}
     fields = {name: field for name, field in (fields | others).items() if field}
     return create_model("Keywords", __base__=Keywords, **fields)
+
+
+def settings_of(kind: Callable, **others: Any) -> type[Keywords]:
+    """Declares the settings of an extension: its parameters that are given by name alone, and `others`."""
+    by_place = inspect.signature(kind).parameters.keys() - extensions.keywords_of(kind).keys()
+    return keywords(kind, **{**dict.fromkeys(by_place), **others})
 
 
 RouteSettings = keywords(Route)  # `resolve_routes` checks the ranges
@@ -66,7 +74,6 @@ SIZES = dict.fromkeys(("input_size", "patch_size", "in_channels", "hidden_size",
     "depth": Annotated[int, Field(ge=1, le=1000)], "num_classes": Classes, "mlp_ratio": Positive}
 NetworkRecord = keywords(DiT, Router, routes=(list[RouteSettings], []), router=None, fusion=(bool, False),
                          **{name: (size, NETWORK[name].default) for name, size in SIZES.items()})
-DIFFUSION_RECORDS = {name: keywords(kind, name=(str, ...)) for name, kind in DIFFUSIONS.items()}
 
 
 class DataRecord(Record):
@@ -156,12 +163,17 @@ def build_schedule(net: DiT, record: dict, seed: int) -> RouteSchedule:
 def diffusion_keywords(diffusion: dict) -> dict:
     """Completes a diffusion's name and keywords with defaults; raises ValueError for those that do not fit."""
     name = diffusion.get("name")
-    if name not in [*DIFFUSIONS]:  # `name` may be a list
-        raise ValueError(f"There is no diffusion {name!r}; choose one of {', '.join(DIFFUSIONS)}.")
-    return read(DIFFUSION_RECORDS[name], diffusion, f"diffusion={name}: ").model_dump()
+    choices = [*DIFFUSIONS, *extensions.names("diffusions")]
+    if name not in choices:  # `name` may be a list
+        raise ValueError(f"There is no diffusion {name!r}; choose one of {', '.join(choices)}.")
+    return read(keywords(diffusion_class(name), name=(str, ...)), diffusion, f"diffusion={name}: ").model_dump()
+
+
+def diffusion_class(name: str) -> type:
+    return DIFFUSIONS.get(name) or extensions.find("diffusions", name)
 
 
 def build_diffusion(diffusion: dict) -> EDM | RF:
     """Builds a diffusion from its name and keywords; raises ValueError for those that do not fit."""
-    keywords = diffusion_keywords(diffusion)
-    return DIFFUSIONS[keywords.pop("name")](**keywords)
+    complete = diffusion_keywords(diffusion)
+    return diffusion_class(complete.pop("name"))(**complete)

@@ -1,10 +1,8 @@
-"""The dense loss of a checkpoint's EMA on chosen images at fixed noise levels, with the same noise for every run.
+"""The dense loss of runs' EMAs on chosen images at fixed noise levels, with the same noise for every run.
 
-    python scripts/studies/held_out.py runs/emoji-tread data/emoji data/emoji-held-out --out held_out.jsonl
+    python scripts/studies/held_out.py runs/emoji-* --data data/emoji data/emoji-held-out --out losses.jsonl
 
-The first folder is that of training: it numbers the classes, and if its loss falls while the others' rises, the
-network overfits. Every folder contributes as many images, evenly spread, as the smallest one has. Appends a row
-{step, losses: {folder: {level: loss}}} to --out; a level is EDM's sigma or flow matching's t.
+Appends {run, step, images, losses: {folder: {EDM's sigma or flow matching's t: loss}}} for each checkpoint without one.
 """
 
 import argparse
@@ -19,57 +17,44 @@ from latents.folder import Latents, open_latents
 from latents.loader import to_latent
 from rf import RF
 from runtime.command import program
-from runtime.files import append_row, locked, read_rows
+from runtime.files import append_row, read_rows
 from runtime.schema import as_path
+from weights import checkpoint as checkpoints
 from weights.loading import Trained, load_trained
-
-LEVELS = {"sigma": (0.1, 0.2, 0.5, 1.0, 2.0, 5.0), "t": (0.1, 0.3, 0.5, 0.7, 0.9)}
-BATCH_SIZE = 64
-
-
-def names_of(latents: Latents) -> list[str]:
-    return latents.class_names or [str(label) for label in range(latents.num_classes)]  # imported ones have none
-
-
-def read(latents: Latents, count: int, class_names: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reads `count` latents (count, C, h, w), evenly spread, and their labels as `class_names` numbers them."""
-    stored, labels = latents.read(np.linspace(0, latents.count - 1, count).round().astype(int))
-    if unknown := [name for name in names_of(latents) if name not in class_names]:
-        raise ValueError(f"A folder has class {unknown[0]}, which the first one lacks: name the training set first.")
-    numbers = torch.tensor([class_names.index(name) for name in names_of(latents)])
-    torch.manual_seed(0)  # of moments
-    return to_latent(torch.from_numpy(stored), latents.kind), numbers[torch.from_numpy(labels).long()]
 
 
 @torch.no_grad()
-def losses(trained: Trained, x: torch.Tensor, y: torch.Tensor) -> dict[str, float]:
+def losses(trained: Trained, latents: Latents, count: int) -> dict[str, float]:
     """Returns the mean loss at each level; image i meets the same noise at every level and in every network."""
-    name = "t" if isinstance(trained.diffusion, RF) else "sigma"
+    stored, labels = latents.read(np.linspace(0, latents.count - 1, count).round().astype(int))
+    names = latents.class_names or [*map(str, range(latents.num_classes))]      # imported latents have no names
+    if unknown := {*names} - {*(known := trained.class_names or names)}:
+        raise ValueError(f"A folder of --data has classes that the run's data lack: {', '.join(sorted(unknown))}.")
+    y = torch.tensor([known.index(name) for name in names])[torch.from_numpy(labels).long()]
+    torch.manual_seed(0)    # of moments
+    x = to_latent(torch.from_numpy(stored), latents.kind)
     eps = torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
-    means = {}
-    for level in LEVELS[name]:
-        parts = [trained.diffusion.loss(trained.net, *part, **{name: torch.full((len(part[0]),), level)}, eps=noise)
-                 for *part, noise in zip(x.split(BATCH_SIZE), y.split(BATCH_SIZE), eps.split(BATCH_SIZE), strict=True)]
-        means[f"{level:g}"] = torch.cat(parts).mean().item()
-    return means
+    name, levels = (("t", (0.1, 0.3, 0.5, 0.7, 0.9)) if isinstance(trained.diffusion, RF) else
+                    ("sigma", (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)))
+    return {f"{level:g}": torch.cat([
+        trained.diffusion.loss(trained.net, *part, **{name: torch.full((len(noise),), level)}, eps=noise)
+        for *part, noise in zip(*(values.split(64) for values in (x, y, eps)), strict=True)]).mean().item()
+        for level in levels}
 
 
 @program
 def main(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint")
-    parser.add_argument("folders", nargs="+")
+    parser.add_argument("runs", type=as_path, nargs="+")
+    parser.add_argument("--data", nargs="+", required=True)
     parser.add_argument("--out", type=as_path, required=True)
-    arguments = parser.parse_args()
-    trained = load_trained(arguments.checkpoint)
-    sets = {Path(folder).name: open_latents(folder) for folder in arguments.folders}
-    if len(sets) < len(arguments.folders):
-        raise ValueError(f"{' and '.join(arguments.folders)} have one name, by which losses are recorded: rename one.")
-    count, names = min(latents.count for latents in sets.values()), names_of(next(iter(sets.values())))
-    by_folder = {name: losses(trained, *read(latents, count, names)) for name, latents in sets.items()}
-    with locked(arguments.out):
-        if trained.step not in [row["step"] for row in read_rows(arguments.out)]:  # by another process
-            append_row(arguments.out, {"step": trained.step, "images": count, "losses": by_folder})
-    print(arguments.checkpoint, by_folder)
+    given = parser.parse_args()
+    sets = {folder: open_latents(folder) for folder in given.data}
+    for folder in (folder for run in given.runs for folder in checkpoints.all_steps(run)):
+        count = min(latents.count for latents in sets.values())
+        row = {"run": folder.parents[1].name, "step": checkpoints.step_of(folder), "images": count}
+        if not any(row.items() <= old.items() for old in read_rows(given.out)):
+            trained = load_trained(str(folder))
+            append_row(given.out, row | {"losses": {name: losses(trained, each, count) for name, each in sets.items()}})
 
 
 if __name__ == "__main__":

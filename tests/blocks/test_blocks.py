@@ -11,8 +11,8 @@ from conftest import ROOT
 from test_published_parity import assert_equal, published, wave
 from training_runs import command
 
-from blocks import BLOCKS, BlockKind, mamba, rwkv
-from blocks.transformer import rotary_angles, rotate
+from blocks import BLOCKS, mamba, rwkv
+from blocks.transformer import attend, rotary_angles, rotate
 from dit import DiT, DiT_models, infer_architecture, multiply_adds
 from rf import RF
 from routing_module import Route, Router, resolve_routes
@@ -30,7 +30,7 @@ def parallel():
     """The block of examples/custom_block.py, which has neither a mark nor an mlp_ratio to read."""
     from examples import custom_block
 
-    BLOCKS["parallel"] = BlockKind(custom_block.ParallelBlock)
+    BLOCKS["parallel"] = custom_block.ParallelBlock
     yield
     del BLOCKS["parallel"]
 
@@ -144,6 +144,22 @@ def test_a_product_of_rotated_queries_and_keys_depends_on_their_distance_alone()
     assert product((1, 2), (4, 3)) == pytest.approx(product((5, 7), (8, 8)), abs=1e-5)
     for other in ((4, 4), (5, 3), (3, 4)):  # one column further, one row further, rows and columns changed
         assert abs(product((1, 2), (4, 3)) - product((1, 2), other)) > 1e-3
+
+
+@pytest.mark.parametrize("num_tokens", [16, 128, 129])
+def test_attention_is_the_fused_one_in_any_type_and_number_of_tokens(num_tokens):
+    inputs = [each.transpose(1, 2).requires_grad_() for each in torch.randn(3, 2, 3, num_tokens, 24).unbind()]
+
+    def attention(how, dtype):
+        out = how(*(each.to(dtype) for each in inputs))
+        return out.float(), *torch.autograd.grad(out.float().square().sum(), inputs)
+
+    def fused(*qkv):
+        return F.scaled_dot_product_attention(*(each.transpose(1, 2) for each in qkv)).transpose(1, 2).flatten(2)
+
+    for dtype, error in ((torch.float32, 1e-5), (torch.bfloat16, 0.02)):
+        for ours, theirs in zip(attention(attend, dtype), attention(fused, torch.float32), strict=True):
+            assert (ours - theirs).norm() <= error * theirs.norm()
 
 
 # ---- Mamba and RWKV: scans equal their definitions; test_versions.py has their blocks -------------------------------

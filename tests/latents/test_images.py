@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import struct
 import tarfile
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
@@ -27,9 +28,14 @@ def noise(height: int, width: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
-def decoded(data: bytes) -> np.ndarray:
+def decoded(data: bytes, alpha: str | None = None) -> np.ndarray:
     with open_image(data) as image:
-        return np.asarray(to_rgb(image))
+        return np.asarray(to_rgb(image, alpha))
+
+
+def npy_header() -> bytes:
+    np.save(buffer := io.BytesIO(), np.zeros((4, 8, 8, 3), np.uint8))
+    return buffer.getvalue()
 
 
 PETS = {f"{name}/{i}.png": encoded(noise(8, 8, seed=i)) for i, name in enumerate(["dog", "cat", "dog", "emu"])}
@@ -82,7 +88,9 @@ def test_an_image_that_is_replaced_changes_the_fingerprint_and_a_copy_of_a_zip_d
 
 @pytest.mark.parametrize(("name", "content", "words"), [
     ("x.tar.gz", b"\x1f\x8b", "is not a complete, uncompressed tar"),
-    ("x.jpg", png(0), "is not a complete, uncompressed tar"),
+    ("x.jpg", png(0), "is neither a zip, a tar nor a parquet file: write its arrays as image files, as in PIL.Im"),
+    ("x.npy", npy_header(), "x.npy is neither a zip"), ("x.mat", b"MATLAB 5.0".ljust(600), "x.mat is neither a zip"),
+    ("x.h5", b"\x89HDF\r\n\x1a\n" + bytes(600), "x.h5 is neither a zip"),
     ("x.zip", b"PK", "is not a complete zip file"), ("x.parquet", b"PAR1", "x.parquet is not a complete parquet file"),
     ("x.npz", {"arr_0.npy": b""}, "holds no images among 1 files, such as arr_0.npy"),
     ("train.tar", {"n01.tar": b"", "n02.tar": b""}, "n01.tar, n02.tar: unpack archives first, as in tar xf <tar> -C"),
@@ -185,16 +193,42 @@ def test_every_kind_of_8_bit_image_becomes_rgb():
 
 
 def test_transparency_is_laid_over_white():
-    """kohya-ss/sd-scripts#1269: colours under full transparency do not show."""
-    for alpha, expected in [(255, [255, 0, 0]), (0, [255, 255, 255]), (128, [255, 127, 127])]:
-        red = Image.new("RGBA", (2, 2), (255, 0, 0, alpha))
-        assert np.abs(decoded(encoded(red)).astype(int) - expected).max() <= 1
-    assert decoded(encoded(Image.new("LA", (2, 2), (0, 0)))).min() == 255
-    palette = Image.new("P", (2, 2), 1)
+    """kohya-ss/sd-scripts#1269: colours under full transparency do not show. With alpha=drop they do, as in ADM."""
+    for alpha, expected in [(255, [255, 0, 0]), (1, [255, 254, 254]), (128, [255, 127, 127])]:
+        red = encoded(Image.new("RGBA", (2, 2), (255, 0, 0, alpha)))
+        assert np.abs(decoded(red).astype(int) - expected).max() <= 1
+        assert np.array_equal(decoded(red, "drop"), np.broadcast_to(np.uint8([255, 0, 0]), (2, 2, 3)))
+    palette, keyed = Image.new("P", (2, 2), 1), Image.new("RGB", (2, 2), (1, 2, 3))
     palette.putpalette([0, 0, 0, 255, 0, 0])
-    keyed = Image.new("RGB", (2, 2), (1, 2, 3))
+    keyed.putpixel((0, 0), (9, 9, 9))
+    palette.putpixel((0, 0), 0)
     for content in (encoded(palette, transparency=1), encoded(keyed, transparency=(1, 2, 3))):  # a colour key
-        assert decoded(content).min() == 255
+        assert decoded(content)[1].min() == 255 and decoded(content)[0, 0].max() < 10
+
+
+def bmp_of_32_bits() -> bytes:
+    """A BMP whose V5 header declares the fourth byte of each pixel as alpha; writers often leave it 0."""
+    pixels = bytes([50, 100, 200, 0]) * 16
+    header = struct.pack("<IiiHHIIiiII4I", 124, 4, 4, 1, 32, 3, len(pixels), 2835, 2835, 0, 0, 0xFF0000, 0xFF00, 0xFF,
+                         0xFF000000).ljust(124, b"\0")
+    return b"BM" + struct.pack("<IHHI", 138 + len(pixels), 0, 0, 138) + header + pixels
+
+
+CLEAR = Image.new("RGBA", (4, 4), (200, 100, 50, 0))
+
+
+@pytest.mark.parametrize(("content", "words"), [
+    (bmp_of_32_bits(), "transparent throughout: drop alpha"), (encoded(CLEAR), "transparent throughout"),
+    (encoded(CLEAR, "tiff"), "transparent throughout"), (encoded(Image.new("LA", (2, 2), (0, 0))), "throughout"),
+    (encoded(Image.new("RGBA", (4, 4), (200, 100, 50, 90)), "tiff"), "whose alpha may be another band"),
+])
+def test_what_may_be_no_transparency_is_left_out_until_alpha_is_typed(content, words):
+    """Writers leave alpha 0, and tag a fourth band as alpha."""
+    with pytest.raises(UnreadableImage, match=words):
+        decoded(content)
+    assert decoded(content, "white").max() > 230
+    if "LA" not in str(Image.open(io.BytesIO(content)).mode):
+        assert decoded(content, "drop")[0, 0].tolist() == [200, 100, 50]
 
 
 TWELVE = np.full((4, 4, 3), 4095, np.uint16)
@@ -230,6 +264,20 @@ def test_colours_of_more_than_8_bits_are_known_by_their_headers(kind, mark, offs
         assert stored_bits(image, data) == 8
         data[data.index(mark) + offset] = value
         assert stored_bits(image, data) == bits
+
+
+def signed_tiff() -> bytes:
+    """A TIFF of signed bytes (SampleFormat 2), which Pillow reads as unsigned."""
+    entries = [(256, 3, 1, 2), (257, 3, 1, 2), (258, 3, 1, 8), (259, 3, 1, 1), (262, 3, 1, 1), (273, 4, 1, 134),
+               (277, 3, 1, 1), (278, 3, 1, 2), (279, 4, 1, 4), (339, 3, 1, 2)]
+    ifd = struct.pack("<H", len(entries)) + b"".join(struct.pack("<HHII", *entry) for entry in entries) + bytes(4)
+    return struct.pack("<2sHI", b"II", 42, 8) + ifd + bytes([0, 127, 128, 255])
+
+
+@pytest.mark.parametrize("content", [signed_tiff(), encoded(Image.new("L", (4, 4), 7), "jpeg2000", signed=True)])
+def test_signed_values_are_left_out_as_pillow_shifts_them(content):
+    with pytest.raises(UnreadableImage, match="signed values: map them to 0..255"):
+        decoded(content)
 
 
 def test_a_phones_photograph_is_one_image_and_its_exif_orientation_is_not_applied_as_in_adm():

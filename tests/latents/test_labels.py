@@ -46,10 +46,13 @@ def put(root: Path, files: dict[str, bytes | str]) -> Path:
 
 
 def put_zip(path: Path, files: dict[str, bytes | str]) -> Path:
+    """Writes a zip, of Windows if it is called dos.zip."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(path, "w") as archive:
         for name, content in files.items():
-            archive.writestr(name, content)
+            info = zipfile.ZipInfo(name)
+            info.create_system = 0 if path.name == "dos.zip" else 3
+            archive.writestr(info, content)
     return path
 
 
@@ -121,6 +124,7 @@ BY_CSV, BY_DATASET = {"labels": "x.csv"}, {"labels": "dataset.json"}
 CARS = table("", "{0},{i},2,300,400,{i}")
 SAMPLES = {f"{i}.{suffix}": content for i in range(6)
            for suffix, content in (("png", png(i)), ("cls", str(i % 3)), ("txt", "a caption"))}
+TWO = numbered("cat/0.png", "dog/1.png")
 IMG2DATASET = {f"0000{i // 3}/{i}.{suffix}": content for i in range(6) for suffix, content in (
     ("jpg", png(i)), ("txt", "a pet"), ("json", json.dumps({"caption": "a pet", "label": PETS[i % 3]})))}
 
@@ -172,6 +176,12 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     "dataset.json of a part": (EDM | dataset(PAIRS[:5]), "", BY_DATASET, ["no class for 1 of the 6 images"]),
     "one-hot labels": (EDM | dataset([[name, [0.0, 1.0]] for name in EDM]), "", BY_DATASET,
                        ["label [0.0, 1.0], which is neither"]),
+    "a dict of labels": (EDM | {"dataset.json": json.dumps({"labels": dict(PAIRS)})}, "", BY_DATASET,
+                         ["it is not EDM's {", "write that, or a .csv"]),
+    "a list without labels": (EDM | {"dataset.json": "[]"}, "", BY_DATASET, ["as it is not EDM's {"]),
+    "a key given twice": (EDM | {"dataset.json": '{"labels": [], "labels": null}'}, "", BY_DATASET,
+                          ["'labels' is given twice"]),
+    "a name given twice": (EDM | dataset([*PAIRS, [PAIRS[0][0], 2]]), "", BY_DATASET, ["img00000000.png two classes"]),
     "another JSON": (EDM | {"dataset.json": "{"}, "", BY_DATASET, ["dataset.json cannot be read, as Expecting"]),
     # CSV and JSON lines.
     "Hugging Face's metadata.csv": (FLAT | {"metadata.csv": table("file_name,label\n", "{0},{1}")}, "",
@@ -184,7 +194,10 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     "Kaggle's train.csv": (inside("train", FLAT) | {"train.csv": table("id,label\n", "{0},{1}")}, "train",
                            {"labels": "train.csv", "name": "id"}, RIGHT),
     "names without suffix": (FLAT | {"x.csv": table("file_name,label\n", "{i:04d},{1}")}, "", {"labels": "x.csv"},
-                             ["names no images: its names, such as 0000, are paths with suffix", "has 0000.png"]),
+                             ["names no images: its names, such as 0000, are paths with / and suf", "has 0000.png"]),
+    "names from find": (FLAT | {"x.csv": table(HEAD, "./{0},{1}")}, "", BY_CSV, RIGHT),
+    "one name in two forms": (FLAT | {"x.csv": f"{HEAD}0.png,a\n./0.png,b\n"}, "", BY_CSV, ["gives ./0.png two cl"]),
+    "one name twice, of one class": (FLAT | {"x.csv": table(HEAD, "{0},{1}", ROWS + ROWS[:1])}, "", BY_CSV, RIGHT),
     "anno_train.csv without header": (FLAT | {"anno_train.csv": CARS}, "", {"labels": "anno_train.csv"},
                                       ["the columns 0000.png, 0, 2, 300, 400, 0, not file_name and la"]),
     "pandas' index": (FLAT | {"x.csv": table(",fname,kind\n", "{i},{0},{1}")}, "", {"labels": "x.csv"},
@@ -198,6 +211,14 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     "pandas' floats": (FLAT | {"x.csv": table(HEAD, "{0},{i}.0")}, "", BY_CSV, ["the label 0.0: number classes 0, 1"]),
     "a space after the comma": (FLAT | {"x.csv": table(HEAD, "{0}, {i}")}, "", BY_CSV, ["' 0', which is neither"]),
     "-1 for no class": (FLAT | {"x.csv": table(HEAD, "{0},-1")}, "", BY_CSV, ["the label -1"]),
+    **{f"{word!r} for no class": (FLAT | {"x.csv": table(HEAD, "{0},{1}", [(ROWS[0][0], word), *ROWS[1:]])}, "", BY_CSV,
+                                  ["no class for 1 of the 6 images, such as 0000.png ("])
+       for word in ("nan", "NaN", "None", "null", "NULL", "NA", "N/A", "<NA>", "")},
+    "a word for no class, of an image elsewhere": (
+        FLAT | {"x.csv": table(HEAD, "{0},{1}", [*ROWS, ("9.png", "nan")])}, "", BY_CSV, RIGHT),
+    "nan in a .cls": ({"0.tar": SAMPLES | {"5.cls": "nan"}}, "0.tar", {}, ["no class for 1 of the 6 images, such as"]),
+    "null in JSON": (EDM | dataset([[PAIRS[0][0], None], *PAIRS[1:]]), "", BY_DATASET, ["no class for 1 of the 6"]),
+    "class folders of such names": (numbered("None/0.png", "nan/1.png"), "", {}, "None nan"),
     "images without a label": (FLAT | {"x.csv": table(HEAD, "{0},")}, "", BY_CSV, ["no class for 6 of the 6 images"]),
     "two labels of one image": (FLAT | {"x.csv": f"{HEAD}0.png,a\n0.png,b\n"}, "", BY_CSV, ["gives 0.png two classes"]),
     "numbers as names": (FLAT | {"x.jsonl": '{"file_name": 3, "label": 0}'}, "", {"labels": "x.jsonl"}, ["name 3 is"]),
@@ -214,7 +235,34 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     "the first one, in class folders": (numbered("cat/0.png", "dog/1.png") | {"dog/1.cls": "7"}, "", {}, [
         "labels=folders: 2 classes (cat, dog); labels=cls: the .cls of each image"]),
     "img2dataset's output_format=files": (IMG2DATASET, "", {}, [
-        "labels=folders: 2 classes (00000, 00001); labels=", "0.json is not EDM's {", "write a .csv, as docs/data.md"]),
+        "set one: labels=folders: 2 classes (00000, 00001); labels=none: 1 class (all); or labels=<file>.csv, as in doc"
+        "s/data.md, whose lines write one from a key of the .json beside images."]),
+    ".json beside .cls, as in timm's": ({"0.tar": SAMPLES | {f"{i}.json": "{}" for i in range(6)}}, "0.tar", {},
+                                        "0 1 2 0 1 2"),
+    "0000.image.png and 0000.cls": ({"0.tar": {f"000{i}.{end}": content for i in range(3) for end, content in (
+        ("image.png", png(i)), ("cls", PETS[i]))}}, "0.tar", {}, "cat dog owl"),
+    "0.a.png and 0.a.cls": ({"0.tar": {f"0.{i}.{end}": content for i in range(3) for end, content in (
+        ("png", png(i)), ("cls", PETS[i]))}}, "0.tar", {}, "cat dog owl"),
+    "a .cls of bytes": ({"0.tar": SAMPLES | {"5.cls": b"\xff\xfe"}}, "0.tar", {}, ["5.cls is not text in UTF-8"]),
+    "a .cls of an int64": ({"0.tar": SAMPLES | {"5.cls": bytes([7, 0])}}, "0.tar", {}, ["neither a whole number nor"]),
+    # Splits in names of containers.
+    "timm's imagenet-1k-wds": (
+        {"x/in1k-train-0000.tar": SAMPLES, "x/in1k-train-0001.tar": SAMPLES, "x/in1k-validation-00.tar": SAMPLES}, "x",
+        {}, ["holds 2 sets of tar files: choose one of \"source='", "/x/in*k-train-*.tar'\", \"source='",
+             "/x/in*k-validation-*.tar'\", or \"source='{", "}'\" for all"]),
+    "train.tar and test.tar of class folders": (
+        {"train.tar": TWO, "test.tar": numbered("cat/2.png")}, "*.tar", {"labels": "none"},
+        ["holds 2 sets of tar files"]),
+    "both, as typed": ({"train.tar": TWO, "test.tar": {"cat/2.png": png(2)}}, "{train,test}.tar", {}, "cat dog cat"),
+    "one of them": ({"x/train-0.tar": SAMPLES, "x/val-0.tar": {"7.png": png(7), "7.cls": "7"}}, "x/val-*.tar", {}, "7"),
+    "numbers alone": ({"x/00001.tar": TWO, "x/00002.tar": {"cat/2.png": png(2)}}, "x", {}, "cat dog cat"),
+    "train and val as classes, which the first line names": (numbered("train/0.png", "val/1.png"), "", {}, "train val"),
+    # Names and folders of other systems.
+    "a zip of old .NET": ({"dos.zip": numbered("cat\\0.png", "dog\\1.png")}, "dos.zip", {}, "cat dog"),
+    "backslashes on a disk": (numbered("cat\\0.png", "dog\\1.png"), "", {}, [
+        "names with backslashes, such as ", ', which are folders on Windows: unpack it, and in its folder run for f in '
+        '*\\\\*; do mkdir -p "$(dirname "${f//\\\\//}")" && mv "$f" "${f//\\\\//}"; done']),
+    "lost+found": (numbered("cat/0.png", "dog/1.png") | {"lost+found/x": ""}, "", {}, "cat dog"),
     "a set of tars with one missing": ({"x/0.tar": SAMPLES, "x/1.tar": SAMPLES}, "x/{0..2}.tar", {},
                                        ["names 3 files, but 1 of them are missing, such as ", "x/2.tar"]),
     # Parquet.
@@ -235,6 +283,9 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
                       ["has the columns img, fine_label, not image and label: set image_column= and label_column="]),
     "other columns, as typed": ({"x.parquet": parquet(img=[png(0)], kind=["cat"])}, "x.parquet",
                                 {"image": "img", "label": "kind"}, "cat"),
+    "an imagefolder's to_parquet": ({"x.parquet": parquet(image=pa.array(
+        [{"bytes": None, "path": "/a/0.png"}], pa.struct([("bytes", pa.binary()), ("path", pa.string())])), label=[0])},
+        "x.parquet", {}, ["the paths of its images alone", "save_to_disk('x'), then data"]),
     "parquet of paths": ({"x.parquet": parquet(image=["0.png"], label=[0])}, "x.parquet", {}, ["has the type string"]),
     **{f"parquet of {kind}": ({"x.parquet": parquet(image=pa.array([png(0)]).cast(kind), label=["cat"])}, "x.parquet",
                               {}, "cat") for kind in (pa.large_binary(), pa.dictionary(pa.int32(), pa.binary()))},
@@ -248,6 +299,11 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
 
 @pytest.mark.parametrize(("files", "source", "settings", "expected"), SITUATIONS.values(), ids=SITUATIONS)
 def test_the_classes_are_right_or_a_line_says_what_to_type(tmp_path, files, source, settings, expected):
+    judge(tmp_path, files, source, settings, expected)
+
+
+def judge(tmp_path: Path, files: dict, source: str, settings: dict, expected: str | list[str]) -> None:
+    """Compares what a situation gives with its row of SITUATIONS."""
     for name, content in files.items():
         if isinstance(content, dict):
             (put_zip if name.endswith(".zip") else put_tar)(tmp_path / name, content)

@@ -87,7 +87,7 @@ def test_autocast_routes_and_keeps_gradients_finite(name):
 
 ENTRIES = {     # beside the forward: of which networks, and how they are entered
     "features": (("VisionT", "Eva"), lambda model, x: model.forward_features(x)),
-    "intermediates": (("VisionT", "Eva"), lambda model, x: model.forward_intermediates(x, output_fmt="NLC")[0]),
+    "intermediates": (("VisionT", "Eva"), lambda model, x: model.forward_intermediates(x, 1, output_fmt="NLC")[0]),
     "layers": (("VisionT",), lambda model, x: torch.cat(model.get_intermediate_layers(
         x, n=1, return_prefix_tokens=True, norm=True)[0][::-1], dim=1)),
     "parts": (("Dinov2",), lambda model, x: model.layernorm(model.encoder(model.embeddings(x)).last_hidden_state)),
@@ -110,8 +110,8 @@ def test_class_and_register_tokens_are_kept_by_every_entry_to_an_encoder(name, e
     ("FluxTransformer2DModel", "holds ['attention_mask']",
      dict(joint_attention_kwargs=dict(attention_mask=torch.ones(BATCH, 1, 1, N + TEXT) > 0))),
     ("SD3Transformer2DModel", "After block 0 came block 2", dict(skip_layers=[1])),
-    ("VisionTransformer", "write along={'attn_mask': pairs}", dict(attn_mask=torch.ones(N + 1, N + 1))),
-    ("LTX2VideoTransformer3DModel", "write along={'self_attention_mask': pairs}",
+    ("VisionTransformer", "along={'attn_mask': pairs}", dict(attn_mask=torch.ones(N + 1, N + 1))),
+    ("LTX2VideoTransformer3DModel", "along={'self_attention_mask': pairs}",
      dict(video_self_attention_mask=torch.ones(BATCH, N, N))),
     ("WanTransformer3DModel", "for each of 16 samples or of as many tokens", dict(
         hidden_states=VIDEO[:1].repeat(N, 1, 1, 1, 1), timestep=TIME[:1].repeat(N),

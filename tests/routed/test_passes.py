@@ -32,7 +32,7 @@ NAMED = dict(blocks="blocks", along={"rope": 0})
 @pytest.mark.parametrize(("around", "when"), [
     ("blocks", "in turn"), ("blocks", "the first pass first"), ("blocks", "on the next routes"), ("blocks", "behind"),
     ("a wrapper of blocks", "behind"), ("a wrapper of blocks", "inside"), ("a wrapper of the network", "inside"),
-    ("the network", "inside"), ("the loss", "inside")])
+    ("the network", "inside"), ("the network", "behind")])
 def test_backward_may_come_anywhere_and_in_any_order(around, when, how):
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -51,8 +51,6 @@ def test_backward_may_come_anywhere_and_in_any_order(around, when, how):
         def loss():
             if checkpointed and around == "the network":
                 return again(net, x=X).exp().mean().sqrt()
-            if checkpointed and around == "the loss":
-                return again(lambda: net(x=X).exp().mean().sqrt())
             return model(x=X).exp().mean().sqrt()
 
         with routed(model, TWO, **NAMED):
@@ -62,7 +60,7 @@ def test_backward_may_come_anywhere_and_in_any_order(around, when, how):
                 if not how:                 # a selective checkpoint's operations are recomputed once
                     first.backward()
             second = loss()
-            if when == "inside":            # as a checkpoint around the network needs it
+            if when == "inside":
                 first.backward()
                 second.backward()
         if when == "the first pass first":
@@ -248,7 +246,7 @@ def test_a_compiled_network_is_two_graphs_one_dense_and_one_routed(how, compiled
             assert not torch.allclose(expected, dense, atol=1e-5)
             with routed(fast, TWO, mask_noise=noise) as routing:
                 assert torch.allclose(run(fast), expected, atol=1e-5)
-            assert routing.ids_keep[0].shape == (len(dense), 8) and routing.trials == []
+            assert routing.ids_keep[0].shape == (len(dense), 8) and len(routing.trials) == 4
             assert torch.allclose(run(fast), dense, atol=1e-5) and len(compiled.graphs) == 2
 
 

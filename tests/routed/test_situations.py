@@ -4,12 +4,11 @@ import copy
 import re
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
 from oracle import BATCH, THREE, Case, N, assert_exact, randn, refused
-from small_networks import CODES, TABLE, D, X, lightning, lumina, made, min_rf, qwen, sd35, through, wan
+from small_networks import CODES, TABLE, D, X, lightning, lumina, made, min_rf, through, wan
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -81,6 +80,32 @@ def pooled_keys(self, x):
     return x + self.out(F.scaled_dot_product_attention(q, k, v))
 
 
+class Halved(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args, **kwargs):
+        return 0.5 * self.inner(*args, **kwargs)
+
+
+class Causal(Halved):
+    """A convolution that starts at zero, so that the oracle, which removes no tokens from it, need not know it."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.conv = nn.Conv1d(D, D, 3)
+        nn.init.zeros_(self.conv.requires_grad_(False).weight)
+
+    def forward(self, x):
+        return self.inner(x) + self.conv(F.pad(x.mT, (2, 0))).mT
+
+
+def inside(wrapper):
+    case = made(attention, make=lambda parts: nn.ModuleList(map(wrapper, parts)))
+    return replace(case, blocks=[*case.model.blocks])
+
+
 def folded(self, x):
     """As lucidrains' residual streams, which are folded into the batch, and which its blocks mix."""
     return self.attend(x + x.unflatten(0, (4, -1)).mean(0).repeat(4, 1, 1))
@@ -121,6 +146,17 @@ def long_skips(net, x):
     return fourth(third(middle(b), b), a)
 
 
+def projected(net, x):
+    """As REPA's, which reads the tokens after block 0."""
+    x = net.blocks[0](x)
+    return through(net.blocks[1:], x) + x.mean()
+
+
+def hidden_states(net, x):
+    first = net.blocks[0](x)
+    return through(net.blocks[1:], first), first
+
+
 def value_residual(net, x):
     first = None
     for part in net.blocks:
@@ -140,6 +176,7 @@ def encoder(**options):
 # ---- the table ------------------------------------------------------------------------------------------------------
 
 
+FOLDED = ((PLACES[:, None] - PLACES).abs() < torch.arange(9, 9 + 2 * BATCH)[:, None, None])
 NAMED, HIDDEN = dict(along={"rope": 0}), made(attention)
 EXACT = {       # network, and its description
     "a table [None, None]": (made(turned(lambda rope: rope[None, None]), with_table()), NAMED),
@@ -172,8 +209,12 @@ EXACT = {       # network, and its description
     "a known name with another table": (
         made(lambda self, x, freqs_cis, adaln_input=None: self.attend(x, lambda q: q * freqs_cis[:, None]),
              with_table(lambda table: table[None]), "DiT_Llama", "layers"), dict(along={"freqs_cis": 1}, blocks=None)),
-    "REPA's projector behind the route": (made(attention, name="SiT", encoder_depth=1),
-                                          dict(routes=[Route(0, 0, 0.5)], blocks=None)),
+    "REPA's projector behind the route": (made(attention, forward=lambda net, x: projected(net, x)),
+                                          dict(routes=[Route(0, 0, 0.5)])),
+    "a wrapper that scales": (inside(Halved), {}),
+    "a mask (B heads, N, N)": (made(lambda self, x, mask: self.attend(x, mask=mask.unflatten(0, (len(x), -1))),
+                                    lambda part, x: part(x, FOLDED)), dict(along={"mask": pairs})),
+    "a causal convolution": (inside(Causal), dict(ordered=True)),
     "long skips around the middle": (
         made(lambda self, x, skip=None: self.attend(x if skip is None else x + skip), forward=long_skips, depth=5),
         dict(along={"skip": 1}, routes=[Route(1, 3, 0.5)])),
@@ -212,7 +253,8 @@ REFUSED = {     # network, its description, and what the error says
     "windows": (made(lambda self, x: self.attend(x.reshape(-1, 4, D)).reshape(x.shape)), {}, POSITIONS),
     "pooled keys": (made(pooled_keys), {}, POSITIONS),
     "streams folded into the batch": (made(folded, forward=lambda net, x: through(
-        net.blocks, x.repeat(4, 1, 1)).unflatten(0, (4, -1)).sum(0)), {}, POSITIONS),
+        net.blocks, x.repeat(4, 1, 1)).unflatten(0, (4, -1)).sum(0)), {},
+        r"\(\d+, 16, 8\), which is not \(B, N, D\) for the \d samples.*folded into the batch"),
     "another block of a list": (made(lambda self, x: pooled_keys(self, x) if self.number == 2 else self.attend(x)),
                                 dict(routes=MIDDLE), f"block 2 .*{POSITIONS}"),
     "order alone": (made(causal), {}, "set ordered=True"),
@@ -228,9 +270,11 @@ REFUSED = {     # network, its description, and what the error says
              lambda part, x: part(x, TABLE[None], torch.ones(len(x), N))),
         dict(along={"rope": 1, "c": None}), "the argument c, .* names no axis; or rope along another axis, or read"),
     "a table that nobody named": (made(turned(), with_table(lambda table: table[None, None])), {},
-                                  "as long as the tokens: name its axis in along=, or write along={'rope': None}"),
+                                  r"as long as the tokens: write along=\{'rope': 2\}, with which this block passes"),
     "tables that nobody named": (made(turned(lambda rope: rope[1]), with_table(lambda table: (table, table))), {},
-                                 "as long as the tokens: name its axis in along="),
+                                 r"along=\{'rope': -2\} or along=\{'rope': 0\}|along=\{'rope': 0\}"),
+    "tables for which no axis is right": (made(rotary, lambda part, x: part(x, TABLE[None])), {},
+                                          r"name its axis in along= \('c': 1, None\).*passes a trial with none"),
     "a table that is falsely declared": (made(lambda self, x, rope: self.attend(x, lambda q: q * rope[:x.shape[1]]),
                                               with_table()), dict(along={"rope": None}),
                                          "the argument rope, for which along= names no axis"),
@@ -263,35 +307,32 @@ REFUSED = {     # network, its description, and what the error says
                             r"x is \(\d, 1, 16, 8\), but tokens \(B, N, D\) are routed"),
     "tokens first": (made(lambda self, x: self.attend(x.transpose(0, 1)).transpose(0, 1),
                           forward=lambda net, x: through(net.blocks, x.transpose(0, 1))), {},
-                     r"Tokens are \(B, N, D\)|depends on where"),
+                     "tokens that come first|too few to route any"),
     "tokens first in torch's attention": (encoder(), dict(blocks="layers"),
                                           "set batch_first=True"),
     "a nested tensor": (
         encoder(batch_first=True),
         dict(blocks="layers", along={"src_key_padding_mask": 1}, call=lambda case: torch.no_grad()(case.call)()),
         "a nested tensor .set enable_nested_tensor=False"),
-    **{f"two streams where none is named, {path}": (case, dict(blocks=path, along=along), "returns 2 streams|must be")
-       for case, path, along in ((min_rf(), "double_layers", {}), (sd35(), "joint_blocks", {}),
-                                 (qwen(), "transformer_blocks", {"image_rotary_emb": (0, None)}))},
     # what a network does between its blocks, and their order
     **{f"a residual outside, blocks {start} to {end}": (
         made(lambda self, x: self.attend(x) - x, lambda part, x: x + part(x)), dict(routes=[Route(start, end, 0.5)]),
-        "the network changes the tokens: a residual|the network fails")
+        "the network changes the tokens: a residual|computes with the others")
        for start, end in ((1, 1), (0, 0), (3, 3), (1, 2), (0, -1))},
-    **{f"REPA's projector, {blocks}": (
-        made(attention, name="SiT", encoder_depth=1), dict(blocks=blocks),
-        r"after block 0 \(encoder_depth=1\)\. Start it at block 1 or later, or end it at block 0 or earlier")
-       for blocks in (None, "blocks")},
+    "REPA's projector": (made(attention, forward=projected), {}, "After block 0 .* computes with the others"),
+    "hidden states": (made(attention, forward=hidden_states), {}, "returns what block 0 returns.*as features"),
     "a block twice": (made(attention, make=lambda parts: nn.ModuleList([*parts, parts[0]])), {},
                       "1 of 5 blocks repeat an earlier one"),
     "groups of blocks": (made(attention, make=lambda parts: nn.ModuleList([nn.ModuleList(parts)] * 2)), {},
-                         "blocks.0 is a ModuleList of 4 modules, not a block"),
+                         "blocks.0 is a ModuleList of 4 modules, not a block: the network adds their residuals"),
+    "chunks of blocks": (made(attention, make=lambda parts: nn.ModuleList([type("BlockChunk", (nn.ModuleList,), dict(
+        forward=lambda self, x: x))(parts)] * 2)), {}, "blocks.0 is a BlockChunk of 4 .*block_chunks=0"),
     "another order": (made(attention, forward=in_order(0, 2, 1, 3)), {}, "After block 0 came block 2"),
     "blocks that are left out": (made(attention, forward=in_order(0, 1, 2)), {}, "After block 2 came the end"),
     "no block": (made(attention, forward=in_order()), {}, "Somebodys called none of its 4 blocks in blocks"),
     "a pass that stops early": (HIDDEN, dict(call=lambda case: case.blocks[0](X)), "After block 0 came the end"),
     "a pass that stops early, twice": (HIDDEN, dict(call=lambda case: [case.blocks[0](X) for _ in range(2)]),
-                                       "After block 0 came block 0"),
+                                       "After block 0 came the end"),
     "another network": (HIDDEN, dict(call=lambda case: None), "Somebodys was not called inside routed"),
     # samples of several sizes
     "videos of several sizes": (replace(wan(), inputs=dict(x=randn(BATCH, N + 4, D))), dict(blocks=None),
@@ -303,9 +344,6 @@ REFUSED = {     # network, its description, and what the error says
     "an unknown network": (HIDDEN, dict(blocks=None), r"Somebodys of \S+ is not a known network \(docs/trainers.md\).*"
                            r"Lists of blocks: blocks \(4 of Block\)"),
     "a wrong path": (HIDDEN, dict(blocks="layers"), r"has no layers with several blocks.*: blocks \(4 of Block\)"),
-    "a class token under a known name": (
-        made(attention, name="SiT", forward=class_token_first, x_embedder=SimpleNamespace(num_patches=N)),
-        dict(blocks=None), "the network has 16 patches, and its blocks get 17 tokens. Write keep="),
     "class tokens alone": (made(attention, forward=class_token_first), dict(keep=17),
                            "17 of 17 tokens are never routed"),
     "class tokens by a list": (HIDDEN, dict(keep=(0, -1)), "keep=.0, -1. must be a number of leading.*use keep_mask="),
@@ -354,9 +392,3 @@ def test_networks_that_mix_tokens_in_other_ways_are_refused(name):
     network = type(name, (nn.Module,), dict(forward=lambda _: None))()
     for options in ({}, dict(blocks="blocks")):
         assert families.REFUSED[name] in refused(network, MIDDLE, **options)
-
-
-def test_a_backward_inside_of_a_pass_that_was_not_routed_is_refused():
-    case = made(attention, lambda part, x: checkpoint(part, x, use_reentrant=False))
-    dense = case.call().sum()
-    assert "call backward of a dense pass outside" in refused(case.model, MIDDLE, dense.backward, blocks="blocks")

@@ -36,7 +36,7 @@ def text_keys(declared, prefix=""):
     """Lists the settings, nested ones too, that take text and no integer."""
     for name, field in declared.model_fields.items():
         groups = [group for group in (field.annotation, *get_args(field.annotation)) if hasattr(group, "model_fields")]
-        for group in groups if name != "study" else ():
+        for group in groups:
             yield from text_keys(group, f"{prefix}{name}.")
         alone, taken = create_model("Alone", __base__=schema.Settings, it=(field.annotation, field)), []
         for value in ("1_1", 11):
@@ -95,7 +95,8 @@ def preset(tmp_path):
     """Writes a preset of a user's own, and returns the arguments that choose it."""
     def write(content: str) -> list[str]:
         (tmp_path / "experiment").mkdir(exist_ok=True)
-        (tmp_path / "experiment/mine.yaml").write_text(content)
+        content = content.replace("# @package", "\ufeff# @package") if "\ufeff" in content else content
+        (tmp_path / "experiment/mine.yaml").write_bytes(content.encode(errors="surrogateescape"))
         return ["--config-dir", str(tmp_path), "experiment=mine"]
 
     return write
@@ -105,6 +106,8 @@ def preset(tmp_path):
     ("name: a\n\tsteps: 3\n", "mine.yaml\", line 3"), ("name: a\nema: {decay: 0.9\nsteps: 3\n", "line 4, column 6"),
     ("name: a\nsteps: 3\nname: b\n", "found duplicate key name in"), ("name: 'a\nsteps: 3\n", "line 2"),
     ("optimizer: {learning_rate: 1}\n", "optimizer.learning_rate"), ("step: 1\n", "did you mean steps?"),
+    ("\ufeffname: a\n", "mine.yaml is not UTF-8 without a byte-order mark: save it so"),
+    ("name: gr\udcf6\n", "mine.yaml is not UTF-8"),
     ("name: 2025_11_25\n", "name=20251125: it should be a valid string. Text that reads as a number needs quotes: "),
     ("defaults: [override /model: tred]\n", "Could not find 'model/tred' Available options in 'model': dit"),
 ])  # fmt: skip
@@ -121,13 +124,15 @@ class Small(schema.Settings):
     steps: schema.Count
     name: schema.Text | None
     out: schema.Location | None
+    rate: schema.Number
+    rates: list[int]
 
 
 @pytest.fixture
 def call(tmp_path, monkeypatch, capsys):
     """Runs a command of configs/small.yaml in this process -> (exit code, last line that it prints)."""
     (tmp_path / "small.yaml").write_text("# python small.py name=sea\nsteps: 5                # of one\nname: null\n"
-                                         "out: null\n")
+                                         "out: null\nrate: 1.0\nrates: []\n")
     monkeypatch.setattr("runtime.command.CONFIGS", tmp_path)
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "HYDRA_FULL_ERROR"):
@@ -157,7 +162,7 @@ NEVER = fail_by(AssertionError())
 def test_a_command_gets_the_settings_of_its_file_and_of_the_command_line_and_leaves_nothing(call, tmp_path):
     seen, before = [], {*tmp_path.iterdir()}
     assert call(seen.append, "name='sea lion'") == (0, "") and seen[0].model_dump() == {
-        "steps": 5, "name": "sea lion", "out": None}
+        "steps": 5, "name": "sea lion", "out": None, "rate": 1.0, "rates": []}
     assert {*tmp_path.iterdir()} == before and os.getcwd() == str(tmp_path)  # Hydra makes no folder and enters none
 
 
@@ -169,17 +174,20 @@ def test_text_that_reads_as_a_number_is_what_was_typed_and_odd_text_needs_quotes
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
-    (["epochs=4"], "There is no setting epochs: this command has steps, name, out. --help lists all."),
+    (["epochs=4"], "There is no setting epochs: this command has steps, name, out, rate, rates. --help lists all."),
     (["steps=3", "steps=4"], "steps is given 2 times: steps=3 steps=4."),
     (["name=a-0.tar", "name=a-1.tar", "name=a-2.tar"], "write 'name=x-{0..2}'"),
     (["name=größe"], "\"name='größe'\""), (["name=a (1)"], "\"name='a (1)'\""),
     (["name=[a=b]"], "\"name=['…']\""), (["name=a=b"], "\"name='a=b'\""),
-    (["name=a,b"], "\"name='a,b'\", and for a list 'name=[a,b]'"),
+    (["name=a,b"], "--multirun tries them one by one; as one value write \"name='a,b'\"."),
+    (["steps=1,5"], "--multirun tries them one by one."), (["steps=1.5"], "steps=1.5: it should be a valid integer"),
+    (["lion"], "lion is not key=value: did you mean steps=lion?"), (["name"], "write key=value"),
     (["name=[1]"], "name=[1]: it should be a valid string"),
     (["--max-steps"], "no dashes: max-steps=<value>"),
     (["--local-rank=0"], "comes from torch.distributed.launch: start with torchrun"),
     (["--local_rank=0"], "torchrun"), (["--cfg", "all"], "invalid choice: 'all'"), (["--config-dir", "no"], "no"),
     (["hydra/launcher=x"], "scripts/slurm.sh"), (["name=${nmae}"], "nmae"), (["name=${name}"], "name"),
+    (["rate=0,001"], "as one value write rate=0.001."), (["rates=1,2"], "as one value write \"rates=[1,2]\"."),
     (["-m", "name=a,b", "out=x"], "2 jobs of --multirun would write to out=x: give each its own"),
     (["-m", "out=a,b", "steps=1,0"], "steps=0: it should be greater than or equal to 1."),  # before the first job
 ])  # fmt: skip
@@ -267,6 +275,12 @@ def test_a_call_within_a_program_raises_and_the_program_continues(call, monkeypa
     seen = []
     entry = command("small", Small)(seen.append)
     entry("steps=7", "name=1_1")
+    for arguments, keywords in (([["steps=7", "name=1_1"]], {}), (["steps=7"], {"name": "1_1"}), ([("steps=7e0",)], {
+            "name": "1_1"}), ([], {"steps": 7, "name": "1_1", "rates": [1, 2], "rate": 1e-5, "out": "größe [1]/-x"})):
+        entry(*arguments, **keywords)
+    assert [(cfg.steps, cfg.name) for cfg in seen] == 5 * [(7, "1_1")] and seen[-1].rates == [1, 2]
+    assert (seen[-1].rate, seen.pop().out) == (1e-5, "größe [1]/-x")
+    del seen[1:]
     with pytest.raises(ValueError, match=r"^There is no setting step: did you mean steps\?"):
         entry("step=3")
     with pytest.raises(ValueError, match="Too many"):

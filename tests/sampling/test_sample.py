@@ -198,13 +198,15 @@ def test_a_killed_folder_has_fewer_pictures_but_no_part_of_one_and_the_same_comm
 
 
 def test_a_command_prints_only_its_own_lines_and_imports_nothing_heavy(run, tmp_path):
-    # timm imports wandb where it is installed; nothing of ours does.
-    heavy = ("tensorflow", "diffusers", "matplotlib", "torch_fidelity", "webdataset", "tensorboard")
-    code = f"import sys, train, sample; sample.main(); print([name for name in {heavy} if name in sys.modules])"
+    heavy = {"timm", "torchvision", "torchao", "wandb", "tensorboard", "diffusers", "transformers", "tensorflow",
+             "torch_fidelity", "matplotlib", "datasets", "pyarrow"}
+    compiler = {"torch._dynamo", "torch._inductor"}  # counting a pass on the meta device imports it
+    code = (f"import sys, train, fid, sample; print({heavy | compiler} & {{*sys.modules}}); sample.main(); "
+            f"print({heavy} & {{*sys.modules}})")
     command = [sys.executable, "-c", code, f"checkpoint={run}", "seeds=0-3", "num_steps=2", f"out={tmp_path}/x.png"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.stderr == "", "no warning of a library, and no bar that fills a log"
-    assert result.stdout == f"4 images from {run}/checkpoints/step-00000002: {tmp_path}/x.png\n[]\n"
+    assert result.stdout == f"set()\n4 images from {run}/checkpoints/step-00000002: {tmp_path}/x.png\nset()\n"
 
 
 # ---- the weights that are sampled: files, hashes, records
@@ -384,3 +386,40 @@ def test_a_weak_network_of_other_classes_or_latents_is_refused_where_it_has_a_la
     with pytest.raises(SystemExit, match=message) if message else nullcontext():
         sample(strong, tmp_path / "x.npz", "seeds=0", f"weak={weak}", "scale=1.5", "gamma1=0", "gamma2=0",
               f"drop_label={str(drop_label).lower()}")
+
+
+def test_as_many_seeds_as_fill_all_ranks_give_the_same_bits_on_one_rank_and_on_two(run):
+    """With fewer seeds, batches are smaller, so that images are the same up to rounding."""
+    trained, images = load_trained(run), {}
+    for world in (1, 2):
+        for rank in range(world):
+            state = SimpleNamespace(num_processes=world, process_index=rank, is_main_process=rank == 0)
+            for seeds, _, batch in generate(state, trained.net, trained.diffusion, lambda x: x, [*range(18)],
+                                            [0] * 18, batch_size=8, num_steps=2):
+                images |= {(world, seed): image for seed, image in zip(seeds.tolist(), batch, strict=True)}
+    assert all(torch.equal(images[1, seed], images[2, seed]) for seed in range(18))
+
+
+def test_in_a_pipe_a_line_says_after_the_first_batch_and_each_ten_percent_how_long_it_takes(run, tmp_path, capsys):
+    sample(run, tmp_path / "x.npz", "seeds=0-39", "batch_size=1")
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("sampling: ")]
+    assert [line.split()[1] for line in lines] == ["1", "8", "12", "16", "20", "24", "28", "32", "36", "40"]
+    assert all("of 40 images in" in line and line.endswith("s to go") for line in lines)
+
+
+def test_edm_accepts_its_solver_by_name_and_a_file_is_no_folder_for_pictures(run, tmp_path):
+    for name, options in (("a.npz", []), ("b.npz", ["sampler.solver=heun"])):
+        sample(run, tmp_path / name, "seeds=0-1", *options)
+    one, other = (np.load(tmp_path / name)["arr_0"] for name in ("a.npz", "b.npz"))
+    assert np.array_equal(one, other)
+    (tmp_path / "notes").write_text("mine")
+    with pytest.raises(SystemExit, match="notes is a file: name a folder"):
+        sample(run, tmp_path / "notes", "seeds=0-1")
+    assert (tmp_path / "notes").read_text() == "mine"
+
+
+def test_a_grid_of_a_published_folder_lies_beside_it(run, tmp_path):
+    folder = shutil.copytree(checkpoints.step_folder(run, 2), tmp_path / "published")
+    before = {*folder.iterdir()}
+    sample(folder, None, "seeds=0-3")
+    assert {*folder.iterdir()} == before and [*tmp_path.glob("published-ema*.png")]

@@ -2,8 +2,11 @@
 
 import json
 import os
+import re
 import subprocess
+from pathlib import Path
 
+import forked
 import pytest
 import torch
 from conftest import ROOT, run_command
@@ -11,7 +14,8 @@ from conftest import ROOT, run_command
 from dit import multiply_adds
 from runtime import schema
 from runtime.command import compose, parse_options
-from scripts import benchmark
+from scripts import benchmark, check_gpu
+from scripts.studies import benchmark_official
 
 TINY = ["hidden_size=32", "depth=3", "num_heads=2", "tokens=16", "num_classes=5", "batch_size=4", "num_latents=8",
         "rounds=2", "steps=1", "warmup=1", "device=cpu", "num_steps=2",
@@ -88,14 +92,58 @@ def test_time_is_charged_to_the_mark_that_ends_it(monkeypatch):
     assert parts == {"a": 2.5, "b": 1.5}
 
 
-def test_each_part_of_the_benchmark_of_a_gpu_is_a_command_that_can_be_read(tmp_path):
+def test_each_part_of_the_plan_for_a_gpu_is_a_command_that_can_be_read_and_all_fit_a_quarter_of_an_hour(tmp_path):
     python = tmp_path / "python"
-    python.write_text('#!/bin/sh\nIFS="\t"; echo "$*" >> "$OUT/commands"\n')
+    python.write_text('#!/bin/sh\n[ "$1" = -c ] && exit 1\nIFS="\t"; echo "$*" >> "$OUT/commands"\n')
     python.chmod(0o755)
-    subprocess.run(["bash", ROOT / "scripts/studies/benchmark_gpu.sh"], check=True, capture_output=True,
-                   env=os.environ | {"PYTHON": str(python), "OUT": str(tmp_path)})
+    (tmp_path / "utils").mkdir()
+    for name in ("utils/train_helper.py", "inception.pth"):
+        (tmp_path / name).touch()
+    ended = subprocess.run(
+        ["bash", ROOT / "scripts/studies/benchmark_gpu.sh"], check=True, capture_output=True, text=True,
+        env=os.environ | {"PYTHON": str(python), "OUT": str(tmp_path), "OFFICIAL": str(tmp_path),
+                          "INCEPTION": str(tmp_path / "inception.pth")})
+    seconds = dict(re.findall(r"== (\w+) \(at most (\d+) s\)", ended.stdout))
+    assert sum(int(most) for name, most in seconds.items() if name != "check_ddp") <= 800  # it runs beside check
     commands = [line.split("\t") for line in (tmp_path / "commands").read_text().splitlines()]
-    parts = [parse_options(words[1:])[1] for words in commands if words[0] == "scripts/benchmark.py"]
-    for part in parts:
-        schema.read(benchmark.BenchmarkSettings, compose("benchmark", benchmark.BenchmarkSettings, part))
-    assert len(parts) == 9 and sum("precision=fp8" in part for part in parts) == 1
+    kinds = {"scripts/check_gpu.py": check_gpu.CheckSettings, "scripts/benchmark.py": benchmark.BenchmarkSettings,
+             "scripts/studies/benchmark_official.py": benchmark_official.OfficialSettings}
+    for words in commands:
+        [at] = [at for at, word in enumerate(words) if word in kinds]
+        settings = kinds[words[at]]
+        cfg = schema.read(settings, compose(Path(words[at]).stem, settings, parse_options(words[at + 1:])[1]))
+        for variant in getattr(cfg, "variants", ()):
+            benchmark.options_of(variant)
+    assert len(commands) == len(seconds) == 15
+
+
+def test_variants_have_options_and_one_that_fails_leaves_the_others(tmp_path, monkeypatch):
+    def fail(*arguments, **options):
+        raise RuntimeError("capture failed\nand a long trace")
+
+    monkeypatch.setattr(benchmark.speed, "multiply_in_float8", fail)
+    with pytest.raises(SystemExit, match=r"Failed: dit-fp8\. The others were timed"):
+        run(tmp_path, "variants=[dit,dit-fp8,dit-eager-muon]", "compile=false")
+    rows = json.loads((tmp_path / "made/it.json").read_text())["rows"]
+    assert {row["variant"]: row.get("failed") for row in rows} == {
+        "dit": None, "dit-eager-muon": None, "dit-fp8": "RuntimeError: capture failed"}
+    assert next(row for row in rows if row["variant"] == "dit-eager-muon")["over first"] > 0
+    with pytest.raises(SystemExit, match="variants has dit-passes-blocks: write dit or tread, then at most one of "):
+        run(tmp_path, "variants=[dit-passes-blocks]")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_ranks_that_torchrun_starts_train_replicas_a_single_one_too(tmp_path, world):
+    single = {} if world > 1 else {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost",
+                                   "MASTER_PORT": "0"}
+    program = "from scripts import benchmark; benchmark.SQUARES['cpu'] = (32,); benchmark.main()"
+    ended = forked.run("-c", program, *TINY, f"out={tmp_path}/it", "variants=[dit]", ranks=world, **single)
+    assert ended.returncode == 0, ended.stderr
+    record = json.loads((tmp_path / "it.json").read_text())
+    assert (record["DDP"], record["ranks"], record["rows"][0]["ranks"]) == (True, world, world)
+
+
+def test_features_of_images_are_timed(tmp_path):
+    [row] = run(tmp_path, "mode=score", "features=pixels", "image_size=8")["rows"]
+    assert row["variant"] == "pixels" and row["images/s"] == pytest.approx(4 / row["s/batch"])
+

@@ -27,7 +27,8 @@ def test_a_rehearsal_on_a_cpu_passes_and_its_json_has_its_lines(machine, graphs,
     assert all(f"{row['result']}  {row['check']}: {row['message']}" in printed for row in rows)
     assert {name for name, result in results.items() if result == "PASS"} == {
         "machine", "step, fp32, eager", "step, fp32, compiled", "step, bf16, eager", "stop and resume", "sampling",
-        "speed, DiT-S/2", *(f"no wait, {recipe}" for recipe in check_gpu.RECIPES)}, rows
+        "speed, DiT-S/2", *(f"replays, {precision}, CUDA graphs" for precision in ("fp32", "bf16")),
+        *(f"no wait, {recipe}" for recipe in check_gpu.RECIPES)}, rows
     assert set(results.values()) == {"PASS", "SKIP"} and "0 of" in printed
 
 
@@ -52,6 +53,20 @@ def test_a_check_that_raises_fails_with_its_first_line_and_the_others_still_run(
     assert lines[0].startswith("FAIL  broken: RuntimeError: no kernel image  [")
     assert lines[1].startswith("PASS  machine: ")
     assert lines[-1] == "1 of 2 checks failed: broken"
+
+
+def test_what_the_pages_download_is_named_until_it_is_here(machine, monkeypatch, tmp_path):
+    monkeypatch.setattr(check_gpu.importlib.util, "find_spec", lambda name: None)
+    result, message = check_gpu.outcome(check_gpu.check_downloads, machine)
+    assert result == "SKIP" and "stabilityai/sd-vae-ft-ema (autoencoder=sd_vae_ema)" in message
+    assert "weights-inception-2015-12-05-6726825d.pth in " in message and "TensorFlow (features=adm)" in message
+    monkeypatch.setattr(check_gpu.torch.hub, "get_dir", lambda: str(tmp_path))
+    monkeypatch.setattr(check_gpu, "try_to_load_from_cache", lambda *_, **__: "cached")
+    monkeypatch.setattr(check_gpu.importlib.util, "find_spec", lambda name: name)
+    (tmp_path / "checkpoints").mkdir()
+    for url in (check_gpu.INCEPTION_URL, check_gpu.ADM_GRAPH_URL):
+        (tmp_path / "checkpoints" / url.rpartition("/")[2]).touch()
+    assert check_gpu.outcome(check_gpu.check_downloads, machine)[0] == "PASS"
 
 
 @pytest.mark.parametrize(("factor", "says"), [

@@ -166,6 +166,11 @@ def beside_vaes(root):
     return write_fastdit(root)
 
 
+def in_sdxl(write, values):
+    """Writes a set with these values beside the config.json of SDXL's autoencoder."""
+    return lambda root: (beside_vaes(root), write(root, values=values))[1]
+
+
 # ---- what comes in --------------------------------------------------------------------------------------------------
 
 
@@ -181,9 +186,9 @@ def of_edm2(values):
     return np.concatenate([values[:, :4] * scale + bias, values[:, 4:] * scale], axis=1)
 
 
-def of_log_variance(values):
-    std = (0.5 * torch.tensor(values[:, 4:]).clamp(-30, 20)).exp().numpy() * SCALE
-    return np.concatenate([values[:, :4] * SCALE, std], axis=1)
+def of_log_variance(values, scale=0.18215):
+    std = (0.5 * torch.tensor(values[:, 4:]).clamp(-30, 20)).exp().numpy() * np.float32(scale)
+    return np.concatenate([values[:, :4] * np.float32(scale), std], axis=1)
 
 
 def of_lightningdit(values):
@@ -212,8 +217,15 @@ IMPORTED = {  # what was brought, settings, what the stored values become, value
         OF_INVAE, TREAD | {"autoencoder": "none"}, np.copy, {"scale": 1.0, "shape": [16, 8, 8]}),
     "scaled tars for a decoder of one's own": (
         OF_INVAE, TREAD | {"autoencoder": "python:mine.decode"}, np.copy, {"scale": 1.0}),
-    "unscaled tars": (made(write_tread, place="*.tar"), TREAD | {"scale": 0.5}, lambda z: z * np.float32(0.5),
-                      {"kind": "sample", "scale": 0.5}),
+    "unscaled tars of another autoencoder": (
+        made(write_tread, place="*.tar"), TREAD | {"scale": 0.5, "autoencoder": "none"}, lambda z: z * np.float32(0.5),
+        {"kind": "sample", "scale": 0.5, "autoencoder": "none"}),
+    "unscaled tars of an SD-VAE": (made(write_tread, values=normal(COUNT, 4, SIDE, SIDE, std=5.49)), TREAD | {
+        "scale": 0.18215}, of_repa, {"kind": "sample", "scale": 0.18215, "autoencoder": "sd_vae_ema"}),
+    "raw moments of SDXL's": (in_sdxl(write_tread, log_moments()), TREAD | {"kind": "moments", "autoencoder": "sdxl"},
+                              lambda z: of_log_variance(z, 0.13025), {"scale": 0.13025}),
+    "REPA's encoded by SDXL's": (in_sdxl(write_repa, moments()), {"format": "repa", "autoencoder": "sdxl"},
+                                 lambda z: z * np.float32(0.13025), {"scale": 0.13025}),
     "tars of moments": (made(write_tread, values=BEYOND, place="train-{0000..0001}.tar"), TREAD | {"kind": "moments"},
                         of_log_variance, {"kind": "moments", "scale": 0.18215, "shape": [4, 8, 8]}),
     "hustvl/LightningDiT#34": (write_lightningdit, LIGHT, of_lightningdit,
@@ -292,7 +304,19 @@ REFUSED = [  # what was brought, settings, words
     # LTH14/mar#52
     (made(empty, lambda source: (source / "n01").mkdir()), {}, "and for other latents examples/write_latents.py"),
     (made(write_tread, lambda source: put_tar(source / "val-0000.tar", {"a.cls": b"1", "a.latent.npy": SAMPLE})), TREAD,
-     "with and without train in their names"),
+     "holds 2 sets of tar files: choose one of \"source='"),
+    (made(write_lightningdit, lambda source: save_file({"latents": torch.zeros(2, 6, 4, 4), "labels": torch.arange(2)},
+                                                       source / "val_rank00_shard000.safetensors")), LIGHT,
+     "holds 2 sets of safetensors files"),
+    (made(write_lightningdit, place=f"{SHARD}.safetensors"), LIGHT, "is no folder of .safetensors: name one, as in s"),
+    # a scale that is typed, and the autoencoder's own
+    *((made(write), settings | {"scale": 1}, f"scale=1 is typed, but autoencoder={name} decodes latents of scale 0.18")
+      for write, settings, name in ((write_fastdit, FAST, "sd_vae_ema"), (write_tread, TREAD, "sd_vae_ema"),
+                                    (write_repa, REPA, "sd_vae_mse"))),
+    (made(write_lightningdit, channels=4, flip=False, stats=False), LIGHT | {"latent_norm": False, "scale": 1},
+     "scale=1 is typed, but autoencoder=sd_vae_ema"),
+    (made(write_repa), REPA | {"autoencoder": "none"}, "is to be scaled: leave it out if by an SD-VAE's 0.18215, name"),
+    (made(write_fastdit), FAST | {"scale": 1, "autoencoder": "sd_vae_mse"}, "leave scale= out, name the folder of"),
     (made(write_fastdit), FAST | {"latent_norm": False}, "latent_norm is only for format=lightningdit"),
     # listed arrays; NVlabs/stylegan3#189, NVlabs/stylegan2-ada-pytorch#147
     (made(empty, put(JSON[7:], '{"labels": null}')), REPA, "no .npy files of latents"),
@@ -305,13 +329,18 @@ REFUSED = [  # what was brought, settings, words
     *((made(write_repa, relabel(lambda name, label, wrong=wrong: wrong if "00000003" in name else label)), REPA,
        f"label {wrong} (row 3), outside 0..999999") for wrong in (1_700_000_000, -9)),
     (made(write_repa, gone(LAST)), REPA, "11 latents and 12 labels: '00000/img-mean-std-00000011.npy' has no latent"),
-    (made(write_repa, gone(JSON)), REPA, "dataset.json"),
+    (made(write_repa, gone(JSON)), REPA, "vae-sd/dataset.json, the labels of the files beside it: copy it there"),
+    (made(write_repa, relabel(lambda _, label: str(label))), REPA, "not one integer each: write int(label), or"),
+    (made(write_repa, relabel(lambda _, label: label / 1)), REPA, "of type float64"),
+    (made(write_repa, put(JSON, '{"labels": {"a": 0}}')), REPA, "it is not EDM's"),
+    (made(write_repa, put(JSON, '{"labels": [["a.npy", 0], ["a.npy", 1]]}')), REPA, "it gives a.npy two classes"),
+    (made(write_repa, put(JSON, '{"labels": null, "labels": []}')), REPA, "'labels' is given twice"),
     (made(write_repa, put("vae-sd/00000/more.npy", npy(moments()[0]))), REPA, "more.npy' has no label"),
     # pairs; facebookresearch/DiT#13
     (made(write_fastdit, each("imagenet256_features", lambda z: z * 5.5)), FAST, "root mean square is 5"),
     (made(write_fastdit), FAST | {"scale": 0.18215}, "root mean square is 0.182"),
     (made(write_fastdit), FAST | {"autoencoder": "stabilityai/sdxl-vae"}, "nor a local folder or file"),
-    (made(write_fastdit), FAST | {"autoencoder": "none"}, "was scaled: leave it out if by sd_vae_ema's 0.18215"),
+    (made(write_fastdit), FAST | {"autoencoder": "none"}, "was scaled: leave it out if by an SD-VAE's 0.18215"),
     (made(write_fastdit, lambda source: (source / "imagenet256_features").rename(source / "x")), FAST, "not none"),
     # safetensors
     (made(write_lightningdit, channels=4, flip=False, stats=False), LIGHT, "latent_norm=false"),
@@ -363,6 +392,26 @@ def test_the_lines_that_rewrite_pickles_one_trusts_make_tars_that_are_read(tmp_p
     exec(compile(code, "docs/interop.md", "exec"), {})
     arrays = import_latents("rewritten", tmp_path / "out", "tread", kind="moments")[1]
     assert np.array_equal(arrays["latents"][:, :4], (values[:, :4] * SCALE).astype(np.float16))
+
+
+def test_the_lines_that_rewrite_mars_cache_make_tars_that_are_read(tmp_path, monkeypatch):
+    """LTH14/mar#52: main_cache.py's moments and moments_flip, [mean, log-variance] of 16 channels, scaled by 0.2325."""
+    import re
+
+    sides = {key: np.concatenate([normal(COUNT, 16, 8, 8, seed=i, std=4.3), np.full((COUNT, 16, 8, 8), -9, np.float32)],
+                                 axis=1) for i, key in enumerate(("moments", "moments_flip"))}
+    for i, label in enumerate(LABELS):
+        (tmp_path / f"cached/n{label}").mkdir(parents=True, exist_ok=True)
+        np.savez(tmp_path / f"cached/n{label}/{i:02d}.JPEG.npz", **{key: values[i] for key, values in sides.items()})
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/interop.md").read_text(), flags=re.S)
+    [code] = [lines for lines in blocks if "mar.tar" in lines]
+    exec(compile(code, "docs/interop.md", "exec"), {})
+    settings = {"kind": "moments", "scale": 0.2325, "autoencoder": "none"}
+    metadata, arrays = import_latents("mar.tar", tmp_path / "out", "tread", **settings)
+    assert metadata["scale"] == 0.2325 and arrays["labels"].tolist() == np.repeat(LABELS, 2).tolist()
+    for side, values in enumerate(sides.values()):
+        assert np.array_equal(arrays["latents"][side::2, :16], (values[:, :16] * np.float32(0.2325)).astype(np.float16))
 
 
 # ---- resuming -------------------------------------------------------------------------------------------------------

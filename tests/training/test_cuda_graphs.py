@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate import Accelerator
 from test_sharding import all_well, fork
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -126,11 +126,12 @@ def trained(recorded, num_parts=1, precision="no", copies=None, after=lambda cal
     torch.manual_seed(0)
     net = DiT(**TINY, routes=[Route(1, 2, 0.5)])
     objective = Counting(net, EDM(), schedule=RouteSchedule(net.routes, **schedule))
-    accelerator = Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=num_parts,
-                              kwargs_handlers=[DistributedDataParallelKwargs(bucket_cap_mb=0.02,
-                                                                              gradient_as_bucket_view=True)])
+    accelerator = Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=num_parts)
     called = Recorded(objective, num_parts > 1 if copies is None else copies) if recorded else objective
-    called = speed.replicate(accelerator, called)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(speed, "DDP", lambda *arguments, **options: speed.nn.parallel.DistributedDataParallel(
+            *arguments, **options | {"bucket_cap_mb": 0.02}))
+        called = speed.replicate(accelerator, called)
     after(called)
     optimizer = accelerator.prepare(torch.optim.AdamW(net.parameters(), lr=2**-10, fused=True))
     update = update_weights

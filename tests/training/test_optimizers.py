@@ -1,13 +1,26 @@
 """Optimizers: which weights Muon takes, its steps, skipped steps, and what a checkpoint holds of them."""
 
+import math
+import os
+import re
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
 import pytest
 import torch
+from conftest import ROOT
+from test_sharding import all_well, fork
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 from training_runs import rows, trained
 
 import train
 from blocks import BLOCKS
 from dit import DiT
+from runtime import ranks, sharding
+from training import optimizers
 from training.optimizers import build_optimizer, load_optimizer, optimizer_tensors, step_unless
 from weights import checkpoint as checkpoints
 
@@ -30,17 +43,26 @@ def weights_of(net: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in net.named_parameters()}
 
 
+def norm(tensors) -> float:
+    return torch.nn.utils.get_total_norm([tensor.double() for tensor in tensors]).item()
+
+
 @pytest.mark.parametrize("block", BLOCKS)
-def test_muon_steps_by_torchs_own_in_the_linear_layers_of_blocks_and_elsewhere_by_adamw_each_at_its_rate(block):
+def test_muon_steps_by_torchs_own_in_the_linear_layers_of_blocks_and_elsewhere_by_adamw_each_at_its_rate(
+        block, monkeypatch):
+    monkeypatch.setattr(optimizers, "multiplies_bf16", lambda device: True)  # as torch's Muon does everywhere
     net, other = tiny(block), tiny(block)
     for each in (net, other):
         each.extra = nn.Linear(3, 3)  # as what an objective trains beside it
     other.load_state_dict(net.state_dict())
     optimizer = build_optimizer(dict(net.named_parameters()), "muon", **SETTINGS)
-    matrices = [layer.weight for layer in other.blocks.modules() if isinstance(layer, nn.Linear)]
-    rest = [p for p in other.parameters() if all(p is not matrix for matrix in matrices)]
-    torchs = [torch.optim.AdamW(rest, lr=0.01, betas=(0.8, 0.9), weight_decay=0.1, fused=True),
-              torch.optim.Muon(matrices, lr=0.05, momentum=0.9, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")]
+    matrices = {f"blocks.{name}.weight": layer.weight for name, layer in other.blocks.named_modules()
+                if isinstance(layer, nn.Linear)}
+    rest = {name: p for name, p in other.named_parameters() if name not in matrices}
+    torchs = [torch.optim.AdamW(rest.values(), lr=0.01, betas=(0.8, 0.9), weight_decay=0.1, fused=True),
+              torch.optim.Muon(matrices.values(), lr=0.05, momentum=0.9, weight_decay=0.1,
+                               adjust_lr_fn="match_rms_adamw")]
+    before = weights_of(net)
     for step in range(3):
         train.set_learning_rates(optimizer, step, 9, warmup_steps=2, schedule="constant")
         scale = min(1.0, (step + 1) / 2)
@@ -50,7 +72,96 @@ def test_muon_steps_by_torchs_own_in_the_linear_layers_of_blocks_and_elsewhere_b
             fill_gradients(each, step)
         for each in (optimizer, *torchs):
             each.step()
-    assert all(torch.equal(weights_of(net)[name], p) for name, p in weights_of(other).items())
+    ours = weights_of(net)
+    assert all(torch.equal(ours[name], p) for name, p in rest.items())
+    for name, p in matrices.items():
+        assert norm([ours[name] - p]) <= 2**-6 * norm([p - before[name]]), name
+        assert torch.equal(optimizer.state[net.get_parameter(name)]["momentum_buffer"],
+                           torchs[1].state[p]["momentum_buffer"])
+
+
+@pytest.mark.parametrize("shape", [(5, 12, 7), (4, 6, 6), (3, 5, 16)])
+def test_a_stack_of_matrices_is_orthogonalized_by_the_polynomial_of_its_singular_values(shape):
+    stack = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    u, values, v = torch.linalg.svd(stack, full_matrices=False)
+    values = values / values.norm(dim=1, keepdim=True)
+    for _ in range(5):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    result = optimizers.orthogonalize(stack)
+    torch.testing.assert_close(result, u * values.unsqueeze(1) @ v, rtol=0, atol=1e-12)
+    for matrix, alone in zip(result, stack, strict=True):
+        torch.testing.assert_close(matrix, optimizers.orthogonalize(alone[None])[0], rtol=0, atol=1e-12)
+
+
+class Calls(TorchDispatchMode):
+    """Counts operations by namespace."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.counts[function.namespace] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def steps_by_muon(folder: Path, kind: str) -> None:
+    """Takes three steps in float64, the second one skipped, and saves a rank's weights and the exchanges of a step."""
+    if kind != "alone":
+        torch.distributed.init_process_group("gloo")
+    torch.manual_seed(0)
+    net = DiT(input_size=4, in_channels=3, hidden_size=12, depth=3, num_heads=2, num_classes=3, init="xavier",
+              mlp_ratio=0.5).double()  # of the 6 rows of fc1 the last of four ranks has none
+    if kind == "shards":
+        sharding.shard(net, torch.device("cpu"), torch.float64)
+    optimizer, generator = build_optimizer(dict(net.named_parameters()), "muon", **SETTINGS), torch.Generator()
+    for seed, skipped in enumerate((False, True, False)):
+        generator.manual_seed(seed)
+        for p in net.parameters():
+            gradient = torch.randn(p.shape, dtype=p.dtype, generator=generator)
+            p.grad = sharding.local_shard(gradient * (float("nan") if skipped else 1), like=p)
+        with Calls() as calls:
+            step_unless(torch.tensor(skipped), optimizer)
+    saved = {name: sharding.gather_full(p.detach()) for name, p in net.named_parameters()}
+    torch.save((saved, calls.counts["c10d"]), folder / f"{kind}-{os.environ.get('RANK', 0)}")
+    ranks.leave_group()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_divide_muons_matrices_and_step_as_one_rank_does_with_replicas_and_with_shards(world, tmp_path):
+    steps_by_muon(tmp_path, "alone")
+    all_well(fork(world, *(partial(steps_by_muon, tmp_path, kind) for kind in ("replicas", "shards"))))
+    (alone, none), *others = (torch.load(tmp_path / name, weights_only=True) for name in (
+        "alone-0", *(f"{kind}-{rank}" for kind in ("replicas", "shards") for rank in range(world))))
+    shapes = {p.shape for name, p in alone.items() if optimizers.is_matrix(name, p)}
+    assert [count for _, count in others] == world * [len(shapes)] + world * [2 * len(shapes)] and none == 0
+    for weights, _ in others:
+        for name, p in alone.items():
+            torch.testing.assert_close(weights[name], p, rtol=1e-12, atol=1e-12, msg=name)
+
+
+def test_the_pages_counts_of_muons_operations_work_and_exchanges(monkeypatch):
+    monkeypatch.setattr(optimizers, "multiplies_bf16", lambda device: True)
+    page = " ".join((ROOT / "docs/performance.md").read_text().split())
+    [(host, alone, of_eight, replicas, shards)] = re.findall(
+        r"A step of XL/2 takes the host (\d+) operations, and a GPU ([\d.]+) TFLOP, or ([\d.]+) on each of eight\. "
+        r"These exchange results (\d+) times, and (\d+) times with FSDP", page)
+    found = []
+    for depth in (28, math.ceil(28 / 8)):  # of all the blocks, and of the most that one of eight ranks has
+        with torch.device("meta"):
+            net = DiT(hidden_size=1152, depth=depth, num_heads=16)
+        optimizer = build_optimizer(dict(net.named_parameters()), "muon", **SETTINGS)
+        matrices = [p for name, p in net.named_parameters() if optimizers.is_matrix(name, p)]
+        for p in matrices:
+            p.grad = torch.empty_like(p)
+        optimizer.step()
+        optimizer.found_inf = torch.zeros((), device="meta")
+        with Calls() as calls, FlopCounterMode(display=False) as counter:
+            optimizer.step()
+        found.append((calls.counts["aten"], f"{counter.get_total_flops() / 1e12:.2f}"))
+    num_shapes = len({p.shape for p in matrices})
+    assert (int(host), alone, of_eight) == (*found[0], found[1][1])
+    assert (int(replicas), int(shards)) == (num_shapes, 2 * num_shapes)  # as counted on two and on four ranks
 
 
 @pytest.mark.parametrize("make", [lambda p: torch.optim.AdamW(p, fused=True), lambda p: build_optimizer(

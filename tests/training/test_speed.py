@@ -1,13 +1,18 @@
-"""What a stopped compilation leaves unfinished in torch's cache is removed, and nothing else."""
+"""How a network is replicated over ranks; what a stopped compilation leaves in torch's cache is removed."""
 
 import shutil
 import sysconfig
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from accelerate import Accelerator
 from filelock import FileLock
 from forked import Life
+from torch import nn
 
+from training import speed
 from training.speed import is_complete, remove_unfinished_libraries
 
 LIBRARY = next(Path(sysconfig.get_path("platstdlib"), "lib-dynload").glob("*.so"), None)
@@ -37,3 +42,20 @@ def test_no_part_of_a_library_counts_as_complete(tmp_path):
     for size in range(0, len(content), max(1, len(content) // 100)):
         part.write_bytes(content[:size])
         assert not is_complete(part)
+
+
+@pytest.mark.parametrize(("count", "most"), [(2**18, 25), (2**28, 1024 / 25)])  # 1 MiB and 1 GiB of gradients
+def test_replicas_exchange_large_gradients_in_25_buckets_and_copy_them_in_batches(
+        monkeypatch, fresh_accelerator, count, most):
+    made = {}
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)  # of a single rank, too
+    monkeypatch.setattr(speed, "DDP", lambda module, device_ids, gradient_as_bucket_view, bucket_cap_mb,
+                        batched_grad_copy: made.update(locals()) or SimpleNamespace(module=module))
+    accelerator, net = Accelerator(cpu=True), nn.Module()
+    net.weight = nn.Parameter(torch.empty(count, device="meta"))
+    net.frozen = nn.Parameter(torch.empty(2**30, device="meta"), requires_grad=False)
+    monkeypatch.setattr(accelerator, "prepare_model", lambda module, evaluation_mode: module)
+    replica = speed.replicate(accelerator, net)
+    assert replica.module is net and replica.broadcast_buffers is False
+    assert made["bucket_cap_mb"] == pytest.approx(most) and made["batched_grad_copy"] and made["device_ids"] is None
+    assert speed.replicate(accelerator, net, sharded=True) is net

@@ -1,0 +1,215 @@
+"""What is kept in a call of a block: its tokens, its arguments, and where they were."""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from routed.nested import by_axis, leaves, only_element
+from routed.networks import Blocks, argument_names, unwrapped
+from routing_module import Route
+
+
+class RouteBlock:
+    """A block of the network, with its description by argument names and its route."""
+
+    def __init__(self, index: int, module: nn.Module, spec: Blocks, joined: bool):
+        self.index, self.module, self.spec = index, module, spec
+        self.inner = unwrapped(module)
+        self.joined = joined                # the text that is a stream of earlier blocks is in its sequence
+        if isinstance(self.inner, nn.ModuleList | nn.ModuleDict):
+            has_forward = type(self.inner).forward is not nn.Module.forward
+            raise ValueError(f"{spec.path}.{index} is a {type(self.inner).__name__} of {len(self.inner)} modules, not "
+                             f"a block: " + ("build the network with a list of blocks (DINOv2: block_chunks=0)."
+                                             if has_forward else
+                                             "the network adds their residuals itself, so name a list of modules whose "
+                                             "forward contains them."))
+        self.names = argument_names(self.inner)
+        self.tokens, self.text = map(self.name_of, (spec.tokens, spec.text))
+        self.name({self.name_of(key): axis for key, axis in spec.along.items()})
+        self.r: int | None = None           # the number of its route
+        self.route: Route | None = None
+        self.starts = self.ends = False
+
+    def __str__(self) -> str:
+        return f"Route {self.route}, block {self.index} of {self.spec.path}"
+
+    def name_of(self, key: str | int | None) -> Any:
+        """Returns the name of the argument at a position, or the position if the argument has no name."""
+        return self.names[key] if isinstance(key, int) and key < len(self.names) else key
+
+    def name(self, along: dict) -> None:
+        """Says which arguments have a value per token, and with it whether the block is called for each sample."""
+        self.along = along
+        self.per_sample = self.spec.per_sample or any(
+            0 in (axis if isinstance(axis, tuple) else [axis]) for axis in along.values())
+
+    def put_on(self, route: Route, r: int, may_convolve: bool) -> None:
+        """Puts the block on a route; raises ValueError if it convolves, or does not have its tokens in axis 1."""
+        self.r, self.route = r, route
+        self.starts, self.ends = self.index == route.start_layer_idx, self.index == route.end_layer_idx
+        for part in self.module.modules():
+            if isinstance(part, nn.Conv1d | nn.Conv2d | nn.Conv3d) and max(part.kernel_size) > 1 and not may_convolve:
+                raise ValueError(f"{self} convolves over the grid of tokens, so tokens cannot be removed. If it "
+                                 f"convolves along their order alone (causal), set ordered=True; along channels, "
+                                 f"probe=False.")
+            if isinstance(part, nn.MultiheadAttention) and not part.batch_first:
+                raise ValueError(f"{self} attends over tokens (N, B, D): set batch_first=True.")
+
+
+class Kept:
+    """The kept tokens in a call of a block; a function in `along` receives it with an argument of the block.
+
+    `ids` (B, K) index the kept tokens among those that may be routed, in a trial not in ascending order. `length`
+    counts the tokens of the block's stream, including the `num_routed` ones, and `complete` those of the sequence with
+    text that has its own stream. `arguments` holds the block's arguments, by name or position, before tokens are
+    removed. If the block is called once for each sample, all of these are of one `sample`.
+    """
+
+    def __init__(self, run: Any, block: RouteBlock, arguments: dict, x: Tensor, ids: Tensor):
+        self.run, self.block, self.arguments, self.x, self.ids = run, block, arguments, x, ids
+        self.is_trial, self.sample, self.network = False, None, run.routing.network
+        self.has_all = block.starts or block.spec.rejoins       # the tokens are not reduced yet
+        self.num_routed = run.free - ids.shape[1]
+        self.length = x.shape[1] + (0 if self.has_all else self.num_routed)
+        self.complete = self.length + (0 if block.text is None else run.text)
+        self.before = run.before(block)     # text in front of the tokens, in the complete sequence
+
+    def but(self, **changed: Any) -> "Kept":
+        """Returns the same call with other attributes."""
+        other = copy.copy(self)
+        vars(other).update(changed)
+        return other
+
+    def places(self, length: int | None = None) -> Tensor:
+        """Returns the positions of the kept tokens (B, length - num_routed), in the stream or one of `length`."""
+        length = self.length if length is None else length
+        if length == self.run.free:
+            return self.ids
+        free = self.run.places(self.before if length == self.complete else 0, self.ids.device)
+        free = (free if self.sample is None or len(free) == 1 else free[self.sample, None]).expand(len(self.ids), -1)
+        may_move = self.ids.new_zeros(len(self.ids), length).scatter(1, free, 1)
+        kept = free.gather(1, self.ids)
+        index = may_move.scatter(1, kept, 0).argsort(dim=1, stable=True)[:, :length - self.num_routed]
+        return index.masked_scatter(may_move.gather(1, index) > 0, kept) if self.is_trial else index
+
+    def order(self) -> Tensor:
+        """Returns where in ascending order the tokens of the stream are (B, length - num_routed)."""
+        return self.places().argsort(dim=1).argsort(dim=1)
+
+    def call(self, function: Callable, per_sample: bool | None = None) -> tuple[Any, dict]:
+        """Calls a function of the block's arguments by name with what is kept; returns its output, and with what.
+
+        If it is called once for each sample, returns the joined outputs and {}.
+        """
+        if not (self.block.per_sample if per_sample is None else per_sample):
+            taken = self.take()
+            return function(taken), taken
+        return joined([function(self.of_sample(b).take()) for b in range(len(self.ids))]), {}
+
+    def of_sample(self, b: int) -> "Kept":
+        """Returns what is kept of sample b alone."""
+        def cut(part: Any, axis: Any) -> Any:
+            has_batch = isinstance(part, Tensor) and part.ndim > 0 and len(part) == len(self.ids)
+            return part[b:b + 1] if has_batch and axis != 0 else part
+
+        arguments = {}
+        for name, value in self.arguments.items():
+            axis = self.block.along.get(name)
+            if isinstance(axis, tuple) and 0 in axis and not self.run.routing.is_described:
+                # in known networks, such as Qwen-Image, its other parts have no batch axis, either
+                axis = tuple(own or 0 for own in axis)
+            parts = by_axis(cut, value, axis)
+            is_cut = any(part is not old for part, old in zip(leaves(parts), leaves(value), strict=True))
+            arguments[name] = parts if is_cut else value        # the same list, as a block may append to it
+        return self.but(ids=self.ids[b:b + 1], arguments=arguments, sample=b)
+
+    def tokens(self) -> Tensor:
+        """Returns the block's tokens without those that are routed."""
+        x = only_element(self.arguments[self.block.tokens])
+        if self.has_all:
+            return self.run.routing.router.start_route(x, self.places())
+        return gathered(x, self.order(), 1) if self.is_trial else x
+
+    def take(self) -> dict:
+        """Returns the block's arguments, with its tokens and those along them reduced to the kept tokens."""
+        block, taken = self.block, dict(self.arguments)
+        taken[block.tokens] = [self.tokens()] if isinstance(taken[block.tokens], list) else self.tokens()
+        for name, axis in block.along.items():
+            if taken.get(name) is not None:
+                taken[name] = axis(taken[name], self) if callable(axis) else by_axis(
+                    partial(self.rows, name=name), taken[name], axis)
+        return taken
+
+    def rows(self, value: Any, axis: int | None, name: str | int = "") -> Any:
+        """Returns the rows of the kept tokens along an axis of a tensor (see `Blocks`): (B, K, …)."""
+        batch, is_known = len(self.ids), not self.run.routing.is_described
+        if not isinstance(value, Tensor) or axis is None or not -value.ndim <= axis < value.ndim:
+            return value
+        place = axis % value.ndim
+        length = value.shape[place]
+        # `in` would not find equal sizes that are symbolic in a compiled graph.
+        sizes = self.run.free, self.length, self.complete
+        is_along = any(length == size for size in sizes)
+        if place > 0 and length == 1:
+            return value                    # the same for all tokens
+        if not is_along and any(length == size - self.num_routed for size in sizes):    # reduced by an earlier block
+            return gathered(value, self.order(), place) if self.is_trial and place > 0 else value
+        if not is_along or place > 0 and len(value) not in (1, batch):
+            if is_known and not is_along:
+                return value                # of another kind in this call, as one time for each sample
+            raise ValueError(f"{self.block}: {name} is {tuple(value.shape)}. Its axis {axis} must be {self.run.free} "
+                             f"long, as the tokens that may be routed, {self.length}, as the block's stream, or "
+                             f"{self.complete}, with all text, after an axis of {batch} samples or of size 1.")
+        if axis == 0:                       # here is one sample, or in a trial all keep the same tokens
+            return value[self.places(length)[0]]
+        if place == 0 and length == batch:
+            raise ValueError(f"{self.block}: {name} is {tuple(value.shape)}, which may have a row for each of {batch} "
+                             f"samples or of as many tokens: use another batch size.")
+        return value[self.places(length)] if place == 0 else gathered(value, self.places(length), place)
+
+    def rejoin(self, x: Tensor, before_route: Tensor) -> Tensor:
+        """Puts the tokens of a block's stream back among the routed ones."""
+        run, block = self.run, self.block
+        if block.spec is not run.routing.blocks[block.route.start_layer_idx].spec:
+            # they were removed before other tokens, such as text, joined their sequence
+            before = self.before if block.joined else 0
+            before_route = nn.functional.pad(
+                before_route, (0, 0, before, self.length - before - before_route.shape[1]))
+        return run.routing.router.end_route(x, self.places(), before_route.to(x.dtype))
+
+
+def gathered(value: Tensor, index: Tensor, axis: int) -> Tensor:
+    """Returns the rows of an index (B, n) along an axis of a tensor (B or 1, …)."""
+    # take_along_dim would make the sizes constants in a compiled graph.
+    before, behind = value.shape[1:axis], value.shape[axis + 1:]
+    index = index.view(len(index), *[1] * (axis - 1), -1, *[1] * len(behind)).expand(-1, *before, -1, *behind)
+    return value.expand(len(index), *value.shape[1:]).gather(axis, index)
+
+
+def joined(outs: list) -> Any:
+    """Joins the outputs of single samples along the batch axis."""
+    if len(outs) == 1:
+        return outs[0]
+    if isinstance(outs[0], tuple | list):
+        return type(outs[0])(joined(list(parts)) for parts in zip(*outs, strict=True))
+    return torch.cat(outs) if isinstance(outs[0], Tensor) else outs[0]
+
+
+def tokens_in(output: Any, block: RouteBlock) -> Any:
+    """Returns the tokens in what a block returns."""
+    out = block.spec.out
+    return only_element(output[out] if isinstance(output, tuple | list) and len(output) > out else output)
+
+
+def replaced(output: Any, block: RouteBlock, x: Tensor) -> Any:
+    """Returns what a block returns with other tokens."""
+    out = block.spec.out
+    if not isinstance(output, tuple | list):
+        return x
+    x = [x] if isinstance(output[out], list) else x
+    parts = [*output[:out], x, *output[out + 1:]]
+    return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)

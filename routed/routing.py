@@ -1,0 +1,281 @@
+"""`routed` routes a network from outside, without changes to its code: who calls, and what is open."""
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from routed import families
+from routed.kept import RouteBlock
+from routed.modules import install, is_compiled_in_place, plain_class, uninstall
+from routed.nested import leaves
+from routed.networks import Blocks, Family, argument_names, defaults_of, names_of, network_of, owner_of
+from routed.passes import Pass
+from routed.sealed import Sealed
+from routed.trial import TRIED, Trial, Trials, Tried, on_copies
+from routing_module import Route, Router, resolve_routes
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a network is routed, besides its routes: the keywords of `routed`."""
+
+    blocks: str | nn.Module | None
+    along: Mapping[str | int, Any] | None
+    keep: int | None
+    mask_noise: Tensor | None
+    keep_mask: Tensor | Callable[..., Tensor] | None
+    grow: bool
+    router: Router | None
+    family: Family | None
+    probe: bool
+    ordered: bool
+
+    def describe(self, network: nn.Module) -> Family:
+        """Returns the description of a network: the user's, or the known one as along= and keep= correct it."""
+        if self.family is not None and (self.blocks, self.along, self.keep) != (None, None, None):
+            raise ValueError("blocks=, along= and keep= describe a network, as family= does: leave them out.")
+        if not isinstance(self.keep, int | None) or (self.keep or 0) < 0:
+            raise ValueError(f"keep={self.keep!r} must be a number of leading tokens: use keep_mask= for others.")
+        if (name := owner_of(network).__name__) in families.REFUSED:
+            raise ValueError(f"{name} cannot be routed exactly: {families.REFUSED[name]}.")
+        if self.family is not None:
+            return self.family
+        along = dict(self.along or {})
+        if self.blocks is not None:
+            return Family((Blocks(self.blocks if isinstance(self.blocks, str) else "blocks=", along),))
+        family = families.family_of(network)
+        if self.keep is not None and (family.front or family.free or any(spec.text is not None
+                                                                         for spec in family.lists)):
+            raise ValueError(f"keep= does not apply: in {type(network).__name__}, which is known, the tokens that "
+                             f"are never routed are counted. Use keep_mask= for others.")
+        return replace(family, lists=tuple(replace(spec, along={**spec.along, **along}) for spec in family.lists))
+
+
+class Routing:
+    """A network with its routes: what `routed` yields.
+
+    `ids_keep[r]` (B, K) are the kept tokens of the latest pass, or None before a pass or if no token is routed. Ids
+    count only the tokens that may be routed: with a class token, id 0 is token 1. `trials` are those of the blocks of
+    this network, after the `with` block.
+    """
+
+    def __init__(self, network: nn.Module, routes: list[Any], options: Options):
+        self.network, self.options = network, options
+        self.family = options.describe(network)
+        self.is_described = options.family is not None or options.blocks is not None    # by the user
+        self.blocks = self.list_blocks()
+        self.block_of = {block.module: block for block in self.blocks}
+        if repeated := len(self.blocks) - len(self.block_of):
+            raise ValueError(f"{repeated} of {len(self.blocks)} blocks repeat an earlier one, but a route needs "
+                             f"blocks that are called once.")
+        self.routes = self.put_on_blocks(routes)
+        router = getattr(network, "router", None)
+        if isinstance(router, nn.Module):
+            raise ValueError("This network fuses its own route: call it with routes=net.routes instead.")
+        self.router = options.router or (router if isinstance(router, Router) else Router())
+        self.arguments, self.defaults = argument_names(network), defaults_of(plain_class(network))
+        self.tries = Trials(TRIED.setdefault(network, Tried()), options.ordered) if options.probe else None
+        self.ids_keep: list[Tensor | None] = [None] * len(self.routes)
+        self.trials: list[Trial] = []
+        self.modules = {network: None} | self.block_of
+        self.thread = threading.get_ident()
+        self.pauses = 0                         # `routed(model, [])` inside
+        self.pending = 1                        # the `with` block, and passes through which a backward may still come
+        self.active: Pass | None = None         # the pass whose blocks are being called
+        self.latest: Pass | None = None
+
+    def list_blocks(self) -> list[RouteBlock]:
+        blocks: list[RouteBlock] = []
+        for spec in self.family.lists:
+            joined = spec.text is None and any(block.text is not None for block in blocks)
+            for module in spec.modules_of(self.network, self.options.blocks):
+                blocks.append(RouteBlock(len(blocks), module, spec, joined))
+        names = {name for block in blocks for name in block.names[1:]}
+        takes_any = any(names_of(plain_class(block.inner))[1] for block in blocks)
+        if unknown := [key for key in self.options.along or () if isinstance(key, str) and key not in names
+                       and not takes_any]:
+            raise ValueError(f"along= names {unknown[0]!r}; besides tokens the blocks take {sorted(names)}.")
+        return blocks
+
+    def put_on_blocks(self, routes: list[Any]) -> list[Route]:
+        """Puts the blocks on their routes, whose numbers it resolves and sorts; raises ValueError if it cannot."""
+        if others := [route for route in routes if not isinstance(route, Route)]:
+            raise ValueError(f"{others[0]!r} is not a route: write Route(start_layer_idx, end_layer_idx, "
+                             f"selection_ratio), and Route(**part) for a dict.")
+        resolved = resolve_routes(routes, len(self.blocks))
+        for r, route in enumerate(resolved):
+            if not route.is_identity or route.path_drop:
+                raise ValueError(f"Route {route}: routed() returns tokens unchanged, so it does not support x_T, "
+                                 f"x_D_last, return_from and path_drop.")
+            if route.selection_ratio > 0:
+                for block in self.blocks[route.start_layer_idx:route.end_layer_idx + 1]:
+                    block.put_on(route, r, may_convolve=self.options.ordered or not self.options.probe)
+        return resolved
+
+    def is_like_next(self, block: RouteBlock) -> bool:
+        return self.blocks[block.index + 1].spec is block.spec
+
+    def close(self) -> None:
+        """Ends the routing; a backward that comes later still finds the passes whose graphs live."""
+        latest, self.active = self.latest, None
+        self.end()
+        self.trials = [row for row in self.tries.tried.rows.values() if isinstance(row, Trial)] if self.tries else []
+        for module in self.modules:
+            if module._routed.routing is self:
+                module._routed.routing = None
+        self.release()
+        if latest is not None and latest.is_compiled and self.tries:
+            self.tries.warn_of_compiled(type(self.network).__name__)
+
+    def wait_for(self, run: Pass) -> None:
+        """Keeps the modules routed until a pass is freed."""
+        if not run.is_pending:
+            run.is_pending = True
+            self.pending += 1
+            weakref.finalize(run, Routing.release, self).atexit = False
+
+    def release(self) -> None:
+        """Ends one of the reasons to keep the modules routed: the `with` block, or a pass; after the last, no more."""
+        self.pending -= 1
+        if not self.pending:
+            for module in self.modules:
+                uninstall(module)
+
+    def call(self, block: RouteBlock | None, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Calls the network (None) or a block of it in a forward pass; the network or block 0 begins the pass."""
+        if block is None:
+            return self.call_network(forward, args, kwargs)
+        if block.index == 0 and (self.active is None or self.active.without_network):
+            self.active = self.begin({})
+            self.active.without_network = True
+        elif self.active is None:
+            raise ValueError(f"Block {block.index} of {block.spec.path} is called outside of a pass: inside routed() "
+                             f"call the network, or its blocks from the first to the last.")
+        run = self.active
+        run.advance(block.index)
+        if run.has_gradient and block.route is not None:
+            needs_gradient(str(block))
+        output = run.call(block, forward, args, kwargs)
+        if block.index == len(self.blocks) - 1 and run.without_network:
+            self.active = None
+            run.end()
+        return output
+
+    def call_network(self, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if self.active is not None and not self.active.without_network:     # its forward, inside of its call
+            return forward(*args, **kwargs)
+        arguments = dict(zip(self.arguments or range(len(args)), args, strict=False)) | kwargs
+        if any(isinstance(value, Tensor) and value.requires_grad for value in arguments.values()):
+            needs_gradient("The network")
+        run = self.active = self.begin(self.defaults | arguments)
+        try:
+            output = forward(*args, **kwargs)
+        finally:
+            self.active = None
+        run.advance(len(self.blocks))
+        if not run.is_compiled and (read := [x for x in leaves(output) if isinstance(x, Sealed)]):
+            raise ValueError(f"The network returns what block {read[0].after.index} returns, with some tokens on a "
+                             f"route, as features: start or end the route there, or do not ask for them.")
+        if run.is_pending:
+            run.mark(output, len(self.blocks))
+        return output
+
+    def try_uncompiled(self, module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> None:
+        """Runs a compiled network once uncompiled and without gradients, before its first call, to try its blocks."""
+        if self.tries is None or self.active is not None or self.pauses or self.tries.has_verdict \
+                or threading.get_ident() != self.thread or module is self.network and not is_compiled_in_place(module):
+            return
+        on_copies(self.network, self.network.forward, args, kwargs or {})
+        self.end()
+
+    def begin(self, arguments: dict[str, Any]) -> Pass:
+        """Begins a pass of the network with these arguments."""
+        self.end()
+        self.latest = Pass(self, arguments)
+        self.ids_keep = self.latest.ids_keep
+        return self.latest
+
+    def end(self) -> None:
+        if self.latest is not None:
+            self.latest.end()
+        self.latest = None
+
+
+def needs_gradient(what: str) -> None:
+    """Raises ValueError where gradients are off although the input needs them."""
+    if not torch.is_grad_enabled():
+        raise ValueError(f"{what} runs without the gradient that its input needs, as in a reentrant checkpoint or one "
+                         f"that offloads activations: use torch's checkpoint with use_reentrant=False, or detach the "
+                         f"input.")
+
+
+def compiled_wrapper(model: nn.Module, network: nn.Module) -> nn.Module | None:
+    """Returns the module of torch.compile that a model calls its network by."""
+    wrappers = [part for part in model.modules() if getattr(part, "_orig_mod", None) is not None]
+    return wrappers[0] if wrappers and network in wrappers[0].modules() else None
+
+
+@contextmanager
+def routed(
+    model: nn.Module,                                   # alone, or inside DDP, torch.compile or PEFT
+    routes: Route | Iterable[Route],                    # of this step
+    *,
+    blocks: str | nn.Module | None = None,              # the list of blocks of a network that is not in FAMILIES
+    along: Mapping[str | int, Any] | None = None,       # argument of a block, by name or number -> axis of the tokens
+    keep: int | None = None,                            # how many tokens in front are never routed
+    mask_noise: Tensor | None = None,                   # (B, routes, N) over the N tokens that may be routed
+    keep_mask: Tensor | Callable[..., Tensor] | None = None,    # (B, N) bool, or a function of the call's arguments
+    grow: bool = True,                                  # raise K to the most tokens that keep_mask keeps in a sample
+    router: Router | None = None,                       # how tokens are selected; None: by the network's, or at random
+    family: Family | None = None,                       # your own description, instead of blocks, along and keep
+    probe: bool = True,                                 # try the blocks first
+    ordered: bool = False,                              # the blocks depend on the order of tokens (causal, scans)
+) -> Iterator[Routing]:
+    """Routes each forward pass of a network inside the `with` block, in training and evaluation; outside it is dense.
+
+    In each pass, a share of the tokens (image patches, say) skips some blocks and then returns unchanged, so that a
+    training step costs less (TREAD, arXiv 2501.04765). Indices of routes count the blocks of all lists of the network,
+    and routes are numbered in order of depth. Masks are sampled in each pass, or decided by mask_noise (see
+    `Router.get_mask`). Text, class and register tokens and condition images are never routed, and tokens of keep_mask
+    are not routed in this pass. A callable keep_mask gets the arguments of the call as a dict by name. A block that a
+    backward recomputes sees the masks of its pass, also outside the `with` block. Inside it, `routed(model, [])` is
+    dense. Other threads see the dense network. Raises ValueError, with the reason, for a network or a call that cannot
+    be routed exactly, for a pass that does not reach the blocks, and on exit if there was no pass.
+    """
+    network = network_of(model)
+    options = Options(blocks, along, keep, mask_noise, keep_mask, grow, router, family, probe, ordered)
+    routing = Routing(network, [routes] if isinstance(routes, Route) else list(routes), options)
+    other = getattr(getattr(network, "_routed", None), "routing", None)
+    if not any(block.route for block in routing.blocks):     # dense: uses what was compiled without a route
+        outside = other or routing
+        outside.pauses += 1
+        try:
+            yield routing
+        finally:
+            outside.pauses -= 1
+        return
+    if other is not None:
+        raise ValueError(f"{type(network).__name__} is routed already: pass all routes to one routed(), or [] for a "
+                         f"dense pass inside of it.")
+    for module, block in routing.modules.items():
+        install(module, routing, block)
+    wrapper = compiled_wrapper(model, network)
+    may_try = wrapper is not None and routing.tries is not None and not routing.tries.has_verdict
+    hook = wrapper.register_forward_pre_hook(routing.try_uncompiled, with_kwargs=True) if may_try else None
+    try:
+        yield routing
+        if routing.latest is None:
+            raise ValueError(f"{type(network).__name__} was not called inside routed(), so nothing was routed: call "
+                             f"this very network inside the `with` block.")
+        if routing.latest.last < len(routing.blocks):
+            routing.latest.advance(len(routing.blocks))
+    finally:
+        if hook:
+            hook.remove()
+        routing.close()

@@ -1,0 +1,71 @@
+"""Between two blocks of a route tokens are sealed: whatever computes with them there would miss the routed ones."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from routed.nested import leaves, mapped
+
+# What returns values of tokens, but no tensor.
+READS = {"item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__array__", "__bool__", "__contains__",
+         "__float__", "__int__", "__index__", "__complex__", "__dlpack__", "__reduce_ex__"}
+WRITES = {"__set__", "__setitem__", "backward"}
+
+
+class Sealed(Tensor):
+    """The tokens that block `after` of a route has returned in a pass `run`; only the next block receives the raw ones.
+
+    Sizes, types and devices may be read, lists and hooks may hold them, and they may move to another device.
+    """
+
+    raw: Tensor
+    run: Any
+    after: Any
+
+    @classmethod
+    def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(function, "__name__", "")
+        sealed = next(part for part in (*leaves(args), *leaves(kwargs)) if isinstance(part, Sealed))
+        is_write = name in WRITES or name.endswith("_") and not name.endswith("__") or "out" in kwargs
+        if not is_write and name not in READS:
+            args, kwargs = mapped(lambda part: part.raw if isinstance(part, Sealed) else part, (args, kwargs))
+            try:
+                result = function(*args, **kwargs)
+            except RuntimeError as error:   # as where lengths differ
+                raise computed(sealed, name) from error
+            if result is sealed.raw:
+                return sealed
+            if name == "detach" or name == "to" and (torch.is_grad_enabled() or not sealed.raw.requires_grad):
+                return seal(result, sealed.run, sealed.after)
+            if name == "view_as" and not torch.is_grad_enabled() and args[0] is args[1]:
+                return result               # of a function that hooks on gradients pass a block's input through
+            if not any(isinstance(part, Tensor) for part in leaves(result)):
+                return result
+        raise computed(sealed, name)
+
+
+def seal(x: Tensor, run: Any, after: Any) -> Tensor:
+    sealed = x.as_subclass(Sealed)
+    sealed.raw, sealed.run, sealed.after = x, run, after
+    return sealed
+
+
+def unsealed(value: Any, check: Callable[[Sealed], None] = lambda sealed: None) -> Any:
+    """Returns raw tokens, also in a tuple or a list of them alone; other lists remain, as a block may append to one."""
+    if isinstance(value, Sealed):
+        check(value)
+        return value.raw
+    if isinstance(value, tuple) or isinstance(value, list) and len(value) == 1:
+        parts = [unsealed(part, check) for part in value]
+        if any(part is not old for part, old in zip(parts, value, strict=True)):
+            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value
+
+
+def computed(sealed: Sealed, name: str) -> ValueError:
+    return ValueError(f"After block {sealed.after.index} of {sealed.after.spec.path}, with some tokens on a route, the "
+                      f"network or a hook computes with the others ({name}): a residual, skip, feature or loss outside "
+                      f"of the blocks would miss the routed tokens. Name blocks that contain it, start or end the "
+                      f"route there, or set probe=False if it treats each token alone.")

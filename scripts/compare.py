@@ -1,0 +1,447 @@
+"""Compares runs over seeds: means, paired differences and their 95 % intervals at each scored step; Markdown, a figure.
+
+    python scripts/compare.py dit=runs/x-dit-seed{0,1,2} tread=runs/x-tread-seed{0,1,2} out=compare
+    python scripts/compare.py a=a.jsonl b=b.jsonl c=runs/c-{0,1,2} d=runs/d-{0,1,2} pairs=a:b,c:d changes=true
+    python scripts/compare.py runs/x out=curves                  one run: its losses and its scores
+
+out=x writes x.md, x.png and x.jsonl, the rows with their runs' settings. That file replaces the runs on any machine:
+dit=x.jsonl, or x.jsonl for all of its variants. A run's folder is read without its weights. Runs of one seed are a
+pair: they saw the same images, noise and labels. Pairs are the first variant with each other one, or those of pairs=.
+changes=true adds the change of the difference from each pair to each later one. seconds=dit:0.21,tread:0.14 are those
+of a training step, by scripts/benchmark.py.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from matplotlib.figure import Figure
+from numpy import interp
+from scipy import stats
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from dit import multiply_adds
+from runtime.command import program
+from runtime.files import atomic_write, read_rows, write_text
+from runtime.schema import as_path, as_recorded, as_text, leaves
+from training.run_folder import tells_runs_apart
+from weights import checkpoint as checkpoints
+from weights.records import build_network, build_schedule
+
+AXES = {"images": "images seen", "seconds": "seconds of training", "flops": "training FLOPs"}
+# A score is flat, and its key is everything in it but these: place in training, value, cost, and where it was computed.
+FREE = {"variant", "seed", "step", "images", "flops", "seconds", "finished", "value", "precision", "recall", "study",
+        "in_training", "commit", "device", "torch", "batch_size", "processes", "multiply_adds_an_image", "source.step",
+        "source.weights_sha256", "source.in_training", "source.compiled", "source.evaluations", "extractor.weights"}
+# In rows before November 2026 the seeds of a variant may have been scored by different exports of one network: a table
+# has them all, and a pair is of one seed and the same files.
+FILES = ("extractor_sha256", "reference_sha256")
+WHERE = ("commit", "device", "torch", "versions.torch", *FILES)     # named where a table mixes them
+MARK = "<!-- by scripts/compare.py -->\n"
+
+Run = dict[str, Any]                    # variant, seed, step, steps, settings by dotted key, history, scores, losses
+Measure = tuple[tuple[str, str], ...]   # what is held fixed: names and values
+Curves = dict[tuple, dict[int, dict]]   # scores of one variant by one measure: by seed and FILES, then by step
+Pair = tuple[str, ...]                  # of variants
+
+# ---- what is read ---------------------------------------------------------------------------------------------------
+
+
+def read_run(variant: str, folder: Path) -> Run:
+    """Reads a run's newest meta.json, its scores and its losses; raises ValueError for rows that are not of a run."""
+    newest, results = checkpoints.read_latest(folder, names=()), folder / "results.jsonl"
+    if newest is None:
+        raise ValueError(f"{folder} has no checkpoint, and rows without their run are not compared: give folders of "
+                         f"runs, or files that compare.py has written.")
+    with as_recorded(newest[0] / "meta.json"):
+        meta, batch_size = newest[1], newest[1]["batch_size"]
+        with torch.device("meta"):
+            net = build_network(meta["network"])
+        schedule = build_schedule(net, meta.get("route_schedule", {}), meta["seed"])
+        flops = cache(lambda routes: 6 * sum(multiply_adds(net, routes)))  # of an image: forward, and twice backward
+        run = {"variant": variant, "seed": meta["seed"], "step": meta["step"], "steps": meta["config"]["steps"],
+               "settings": leaves(meta["config"]) | {
+                   "batch_size": batch_size, "data.fingerprint": meta["data"]["fingerprint"],
+                   "computed in TF32": sorted({str(entry.get("tf32")) for entry in meta["history"]})},
+               "history": meta["history"], "scores": [], "losses": read_rows(folder / "metrics.jsonl")}
+    with as_recorded(results):
+        for row in read_rows(results):
+            step = row["source"]["step"]
+            if step > run["step"] == run["steps"]:
+                raise ValueError(f"{results} has a score of step {step}, and its run ended at step {run['step']}: move "
+                                 f"that row away.")
+            run["scores"].append(score_of(row, results) | {
+                "step": step, "images": step * batch_size,
+                "flops": batch_size * sum(n * flops(routes) for routes, n in schedule.counts(step).items())})
+    return run
+
+
+def score_of(row: dict, results: Path) -> dict:
+    """Returns the distance, precision and recall in a row of results.jsonl, and flat all that the row says of them."""
+    metrics, source, guidance = row["metrics"], row["source"], row["source"].get("guidance")
+    distance = next((metric for metric in metrics if metric == "fid" or metric.startswith("fd_")), None)
+    if distance is None:
+        raise ValueError(f"{results} has a row with {', '.join(metrics)} and no Fréchet distance, by which runs are "
+                         f"compared: move that row away.")
+    facts = {key: value for key, value in row.items() if key not in ("metrics", "images", "summary", "tag", "seconds")}
+    # The run and the step name the checkpoint; its path is one of this machine.
+    facts["source"] = {key: value for key, value in source.items() if key not in ("guidance", "checkpoint")}
+    words = guidance and ", ".join(f"{key} {as_text(value)}" for key, value in guidance.items()
+                                   if value is not None and value is not False)
+    # Rows before December 2026 name features of a TorchScript file by its kind.
+    metric = f"fd_{Path(row['extractor']['weights']).stem}" if distance == "fd_torchscript" else distance
+    return {"metric": metric, "value": metrics[distance], "precision": metrics.get("precision"),
+            "recall": metrics.get("recall"), "num_samples": row["images"], "guidance": words or "unguided",
+            **leaves(facts)}
+
+
+def read_file(path: Path) -> list[Run]:
+    """Reads a file of rows: what all scores have in common, then the runs, then the scores."""
+    runs: dict[tuple, Run] = {}
+    common: dict = {}
+    with as_recorded(path):
+        rows = read_rows(path)
+        if len(rows) < len(path.read_text(encoding="utf-8").splitlines()):
+            raise ValueError(f"{path} is damaged, as not each of its lines is JSON: copy it again.")
+        for row in rows:
+            of = row.get("variant"), row.get("seed")
+            if "settings" in row:
+                runs[of] = row | {"scores": []}
+            elif "common" in row:
+                common = row["common"]
+            elif of not in runs:
+                raise ValueError(f"{path} has a row without its run: give folders of runs, or files that compare.py "
+                                 f"has written.")
+            else:
+                runs[of]["scores"].append(common | row)
+    return [*runs.values()]
+
+
+def write_file(path: Path, runs: list[Run]) -> None:
+    scores = [score | {"variant": run["variant"], "seed": run["seed"]} for run in runs for score in run["scores"]]
+    common = {key: value for key, value in (scores[0] if scores else {}).items()
+              if key not in ("variant", "seed") and all(key in score and score[key] == value for score in scores)}
+    lines = [{"common": common}, *({key: run[key] for key in run if key not in ("scores", "losses")} for run in runs),
+             *({key: score[key] for key in score if key not in common} for score in scores)]
+    write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+
+
+# ---- what may be compared -------------------------------------------------------------------------------------------
+
+
+def name_of(run: Run) -> str:
+    return f"{run['variant']}, seed {run['seed']},"
+
+
+def differing(one: Run, other: Run, *more: str) -> list[str]:
+    """Describes in which of the settings that tell runs apart, and of `more`, two runs differ.
+
+    Where one of the runs has recorded only what was typed, settings that both have recorded.
+    """
+    sides, like = (one["settings"], other["settings"]), one.get("typed") == other.get("typed")
+    keys = set.union(*map(set, sides)) if like else set.intersection(*map(set, sides))
+    values = {key: [side.get(key, "<not set>") for side in sides] for key in sorted(keys - {"seed"})
+              if tells_runs_apart(key) or key in more}
+    return [f"{key} ({as_text(here)} and {as_text(there)})" for key, (here, there) in values.items() if here != there]
+
+
+def comparable(runs: list[Run]) -> tuple[list[Run], list[str]]:
+    """Returns the runs that have finished, and a line about each other one; raises ValueError for runs of no variant.
+
+    Of a file of rows, whose runs will not go on, it returns the others too.
+    A variant's runs differ in the seed alone, and none of them was resumed with other settings.
+    """
+    first: dict[str, Run] = {}
+    for run in runs:
+        before = first.setdefault(run["variant"], run)
+        if apart := differing(before, run, "steps"):
+            raise ValueError(f"{name_of(before)} and {name_of(run)} differ in {apart[0]}: runs of one variant differ "
+                             f"in the seed alone, so give them two names.")
+        if [*map(name_of, runs)].count(name_of(run)) > 1:
+            raise ValueError(f"{name_of(run)} is given twice, and pairs are of one seed: leave one of them out.")
+        changed = [text for entry in run["history"] for key, text in entry.get("changed", {}).items() if key != "world"]
+        if changed:
+            raise ValueError(f"{name_of(run)} was resumed with another setting ({changed[0]}): train it anew, or leave "
+                             f"it out.")
+    short = [run for run in runs if run["step"] < (run["steps"] or math.inf)]
+    return [run for run in runs if run not in short or "losses" not in run], [
+        f"{'Left out' if 'losses' in run else 'Recorded unfinished'}: {name_of(run)} which has taken {run['step']} of "
+        f"{run['steps'] or '?'} steps." for run in short]
+
+
+def measure_of(score: dict, *but: str) -> Measure:
+    """Returns a score's key, without `but`."""
+    def is_free(name: str) -> bool:
+        hashed = name.endswith(".path") and score.get(f"{name.removesuffix('path')}sha256")  # known by its content
+        return name in FREE or name in but or name.startswith(("versions.", "source.multiply_adds.")) or bool(hashed)
+
+    return tuple(sorted((name, as_text(value)) for name, value in score.items() if not is_free(name)))
+
+
+def by_measure(runs: list[Run]) -> dict[Measure, dict[str, Curves]]:
+    """Groups scores by measure, variant, seed and step; raises ValueError for two that nothing tells apart."""
+    groups: dict = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
+    for run in runs:
+        for score in sorted(run["scores"], key=lambda score: score["step"]):
+            curve = groups[measure_of(score, *FILES)][run["variant"]][run["seed"], *map(score.get, FILES)]
+            seconds = {"seconds": run["sec_per_step"] * score["step"]} if "sec_per_step" in run else {}
+            before = curve.setdefault(score["step"], score | seconds)
+            if before["value"] != score["value"]:
+                raise ValueError(f"{name_of(run)} has two scores at step {score['step']} ({score['metric']} "
+                                 f"{before['value']:g} and {score['value']:g}) that differ in nothing that was asked "
+                                 f"for: move one row out of its results.jsonl.")
+    return dict(sorted(groups.items()))
+
+
+# ---- pairs ----------------------------------------------------------------------------------------------------------
+
+
+def name_of_pair(pair: Pair) -> str:
+    return " − ".join(reversed(pair))
+
+
+class Difference(NamedTuple):
+    """Two variants' scores at a place on an axis, a pair for each seed, whose effect on both cancels."""
+
+    pair: Pair
+    axis: str
+    place: float
+    images: int | None                      # seen by the second variant; None: it was not scored here
+    values: dict[int, tuple[float, ...]]    # of the first and the second, by seed
+
+    @property
+    def apart(self) -> list[float]:
+        return [second - first for first, second in self.values.values()]
+
+    @property
+    def label(self) -> str:
+        return f"{self.place:.3g}" if self.axis == "flops" else f"{self.place:,.0f}"
+
+
+def compared(variants: dict[str, Curves], pair: Pair) -> Iterator[Difference]:
+    """Yields a pair's differences at each place that one of them was scored at and both have reached.
+
+    Between two scores of a seed, values are interpolated on a log scale, on which learning curves are nearly straight.
+    On a linear scale they would lie above the curve, to the advantage of the variant with more scores. The untrained
+    network is left out.
+    """
+    def on_line(line: dict[float, float], place: float) -> float:
+        return float(interp(math.log(place), [*map(math.log, line)], [*line.values()]))
+
+    first, second = (variants.get(name, {}) for name in pair)
+    seeds = [seed for seed in first if seed in second]
+    for axis in AXES:
+        lines = {seed: [{score[axis]: score["value"] for score in side[seed].values() if score.get(axis)}
+                        for side in (first, second)] for seed in seeds}
+        images = {score.get(axis): score["images"] for seed in seeds for score in second[seed].values()}
+        for place in sorted({place for sides in lines.values() for line in sides for place in line}):
+            values = {seed: tuple(on_line(line, place) for line in sides) for seed, sides in lines.items()
+                      if all(line and min(line) <= place <= max(line) for line in sides)}
+            if values:
+                yield Difference(pair, axis, place, images.get(place), values)
+
+
+def interval(differences: list[float]) -> tuple[float, float] | None:
+    """Returns the two-sided 95 % t interval of the mean difference; None for fewer than three."""
+    n, mean = len(differences), statistics.mean(differences)
+    if n < 3:
+        return None
+    half = float(stats.t.ppf(0.975, n - 1)) * statistics.stdev(differences) / math.sqrt(n)
+    return mean - half, mean + half
+
+
+# ---- the page -------------------------------------------------------------------------------------------------------
+
+
+def difference_of(differences: list[float]) -> str:
+    """Writes the mean difference with its interval, or each difference where they are too few for one."""
+    if (found := interval(differences)) is None:
+        return f"{', '.join(f'{value:+.3f}' for value in differences)} (n={len(differences)}, no verdict)"
+    return f"{statistics.mean(differences):+.3f} ({found[0]:+.3f} to {found[1]:+.3f}, n={len(differences)})"
+
+
+def mean_of(values: Iterable[float]) -> str:
+    values = [*values]
+    spread = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.3f}{spread} (n={len(values)})" if values else ""
+
+
+def score_at(step: int, curves: Curves) -> str:
+    """Writes the mean distance at a step and, where they were measured, mean precision and recall."""
+    scores = [curve[step] for curve in curves.values() if step in curve]
+    return mean_of(score["value"] for score in scores) + "".join(
+        f" {name[0].upper()} {statistics.mean(score[name] for score in scores):.3f}"
+        for name in ("precision", "recall") if scores and all(score.get(name) is not None for score in scores))
+
+
+def heading(measure: Measure) -> str:
+    facts = dict(measure)
+    return f"{facts['metric']} of {int(facts['num_samples']):,} images, {facts['guidance']}"
+
+
+def table(columns: list[str], rows: list[list[str]]) -> list[str]:
+    return ["", *(f"| {' | '.join(row)} |" for row in [columns, ["---"] * len(columns), *rows])] if rows else []
+
+
+def page(runs: list[Run], notes: list[str], pairs: list[Pair], with_changes: bool) -> str:
+    """Writes Markdown: what pairs differ in; for each measure what is held fixed, the scores and the differences."""
+    names, tables, made = [*dict.fromkeys(run["variant"] for run in runs)], [], set()
+    for measure, variants in by_measure(runs).items():
+        fixed = ", ".join(f"{name.removeprefix('source.')} {value[:8] if 'sha256' in name else value}"
+                          for name, value in measure if value != "null")
+        scores = [score for curves in variants.values() for curve in curves.values() for score in curve.values()]
+        mixed = [name for name in WHERE if len({score.get(name) for score in scores}) > 1]
+        steps = sorted({score["step"] for score in scores})
+        found = [each for pair in pairs for each in compared(variants, pair)]
+        rows = [[name_of_pair(each.pair), AXES[each.axis], each.label,
+                 *[mean_of(values) for values in zip(*each.values.values(), strict=True)][::-1],
+                 difference_of(each.apart), each.pair[high < 0] if low * high > 0 else ""]
+                for each in found for low, high in [interval(each.apart) or (0, 0)]]
+        tables += ["", f"## {heading(measure)}", "",
+                   f"Held fixed: {fixed}." + f" Several: {', '.join(mixed)}." * bool(mixed),
+                   *table(["variant", *(f"step {step:,}" for step in steps)],
+                          [[name, *(score_at(step, variants[name]) for step in steps)] for name in names
+                           if name in variants]),
+                   *table(["a − b", "at equal", "", "a", "b", "difference (95 %)", "lower"], rows),
+                   *(changes(found, pairs) if with_changes else [])]
+        made |= {each.pair for each in found}
+    for pair in pairs:
+        one, other = ([run for run in runs if run["variant"] == name] for name in pair)
+        settings = differing(one[0], other[0], "steps", "init_from", "data.path")
+        notes = [*notes, f"{' and '.join(pair)} differ in {', '.join(settings) or 'no setting'}."]
+        if pair not in made:
+            keys = itertools.product(*([{*measure_of(score)} for run in side for score in run["scores"]]
+                                       for side in (one, other)))
+            apart = min(({name for name, _ in here ^ there} for here, there in keys), key=len, default=())
+            notes.append(f"Not compared: scores of {' and '.join(pair)}, which differ in "
+                         f"{', '.join(sorted(apart)) or 'seeds or steps'}.")
+    return "\n".join([f"{MARK}# {', '.join(names)}", "", *(f"* {note}" for note in dict.fromkeys(notes)), "",
+                      "Mean ± standard deviation over n seeds (of n − 1); lower is better. A variant is lower if the "
+                      "95 % t interval of the paired differences excludes 0. Between two scores, values are "
+                      "interpolated on a log scale.", *tables]) + "\n"
+
+
+def changes(found: list[Difference], pairs: list[Pair]) -> list[str]:
+    """Tabulates by how much the difference changes from each pair to each later one, of the same seed.
+
+    The places of two pairs are those where their second variants had seen as many images.
+    """
+    places = {(each.pair, each.axis, each.images): each.values for each in found if each.images}
+    rows = []
+    for one, other in itertools.combinations(pairs, 2):
+        for (pair, axis, images), here in places.items():
+            there = places.get((other, axis, images), {}) if pair == one else {}
+            if shared := sorted(here.keys() & there.keys()):
+                change = [there[seed][1] - there[seed][0] - (here[seed][1] - here[seed][0]) for seed in shared]
+                rows.append([name_of_pair(one), name_of_pair(other), AXES[axis], f"{images:,}",
+                             difference_of(change)])
+    return table(["change from", "to", "at equal", "images seen", "change (95 %)"], rows)
+
+
+# ---- the figure -----------------------------------------------------------------------------------------------------
+
+
+def draw(runs: list[Run], pairs: list[Pair]) -> Figure:
+    """Draws losses, scores and differences; of each pair by the measure that was taken at the most places."""
+    groups, trained = by_measure(runs), [run for run in runs if run.get("losses")]
+    found = {pair: max(([measure, *compared(variants, pair)] for measure, variants in groups.items()), key=len)
+             for pair in pairs if groups}
+    shown = dict.fromkeys((measure, name) for pair, (measure, *_) in found.items() for name in pair) or [
+        (measure, name) for measure, variants in groups.items() for name in variants]
+    panels = [[each for _, *places in found.values() for each in places if each.axis == axis] for axis in AXES]
+    panels = [panel for panel in panels if panel]
+    columns, height = bool(trained) + 1 + len(panels), max([4, *(1.3 + 0.16 * len(panel) for panel in panels)])
+    figure = Figure(figsize=(4.8 * columns, height), layout="constrained", dpi=110)
+    plots = iter(figure.subplots(1, columns, squeeze=False)[0])
+    if trained:
+        losses, names = next(plots), [*dict.fromkeys(run["variant"] for run in runs)]
+        for run in trained:
+            losses.plot(*zip(*((row["step"], row["loss"]) for row in run["losses"]), strict=True), linewidth=0.8,
+                        color=f"C{names.index(run['variant']) % 10}", label=name_of(run)[:-1])
+        losses.set(xlabel="step", ylabel="training loss (a routed run's is higher)")
+        losses.legend(fontsize="x-small")
+    scores = next(plots)
+    for measure, name in shown:
+        curves = [*groups[measure].get(name, {}).values()]
+        steps = [step for step in next(iter(curves), {}) if all(step in curve for curve in curves)]
+        values = [[curve[step]["value"] for curve in curves] for step in steps]
+        scores.errorbar([curves[0][step]["images"] for step in steps], [*map(statistics.mean, values)],
+                        [statistics.stdev(value) if len(value) > 1 else 0 for value in values], marker="o", capsize=3,
+                        label=f"{name}, n={len(curves)}: {heading(measure)}")
+    scores.set(xlabel=AXES["images"], ylabel="distance: mean ± standard deviation", yscale="log")
+    scores.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
+    figure.legend(*scores.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="x-small")
+    for plot, panel in zip(plots, panels, strict=True):
+        plot.axvline(0, color="gray", linewidth=0.8)
+        for number, each in enumerate(panel):
+            low, high = interval(each.apart) or (0, 0)
+            plot.errorbar(statistics.mean(each.apart), number, xerr=(high - low) / 2, fmt="o", color="C0",
+                          markersize=4, fillstyle="full" if low < high else "none")
+        plot.set(xlabel="difference, below 0 the first is better\nbar: 95 % interval; open: n < 3",
+                 title=f"at equal {AXES[panel[0].axis]}", ylim=(len(panel) - 0.5, -0.5))
+        plot.set_yticks(range(len(panel)), [f"{name_of_pair(each.pair)}:  {each.label}" for each in panel], fontsize=7)
+    return figure
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def refuse_to_replace(out: str, runs: list[Run]) -> None:
+    """Raises ValueError if out= would replace files of others, or rows of runs that are not given."""
+    text, rows, figure = (Path(out + ending) for ending in (".md", ".jsonl", ".png"))
+    if not text.read_text(encoding="utf-8").startswith(MARK) if text.is_file() else figure.exists():
+        raise ValueError(f"out={out} would replace files that compare.py did not write: set another.")
+    for run in read_file(rows) if rows.exists() else ():
+        if run["scores"] and name_of(run) not in map(name_of, runs):
+            raise ValueError(f"{rows} has scores of {name_of(run)} which is not given: add {rows} to the runs, or set "
+                             f"another out=.")
+
+
+@program
+def main(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("arguments", nargs="+", metavar="name=run, file of rows, out=, pairs=, seconds=, changes=true")
+    runs, options = [], {}
+    for text in parser.parse_args().arguments:
+        variant, _, place = text.partition("=") if "=" in text else ("", "", text)
+        if variant in ("out", "pairs", "changes", "seconds"):
+            options[variant] = place
+        elif (path := as_path(place)).is_file():
+            found = [run for run in read_file(path) if variant in ("", run["variant"])]
+            if not found:
+                raise ValueError(f"{path} has no runs of {variant}: name one of its variants, or give the file alone.")
+            runs += found
+        else:
+            runs.append(read_run(variant or path.resolve().name, path))
+    for name, seconds in (text.split(":") for text in options.get("seconds", "").split(",") if text):
+        for run in runs:
+            run |= {"sec_per_step": float(seconds)} if run["variant"] == name else {}
+    finished, notes = comparable(runs) if len(runs) > 1 else (runs, [])
+    names = [*dict.fromkeys(run["variant"] for run in finished)]
+    pairs = [tuple(text.split(":")) for text in options["pairs"].split(",")] if "pairs" in options else [
+        (names[0], name) for name in names[1:]]
+    if wrong := [pair for pair in pairs if len(pair) != 2 or not {*pair} <= {*names}]:
+        raise ValueError(f"pairs={':'.join(wrong[0])}: write pairs=a:b,c:d with variants that have a finished run: "
+                         f"{', '.join(names) or 'none has'}.")
+    text = page(finished, notes, pairs, options.get("changes") == "true")
+    print(text)
+    if "out" in options:
+        out = str(as_path(options["out"]))
+        refuse_to_replace(out, runs)
+        write_file(Path(f"{out}.jsonl"), finished)
+        write_text(Path(f"{out}.md"), text)
+        with atomic_write(Path(f"{out}.png")) as partial:
+            draw(finished, pairs).savefig(partial, format="png")
+        print(f"{out}.md", f"{out}.png", f"{out}.jsonl", sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Every part of the plan for a GPU runs on a CPU, with tiny networks, and writes its JSON."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+pytestmark = [pytest.mark.rig, pytest.mark.timeout(0)]
+OFFICIAL = {  # what scripts/studies/benchmark_official.py calls
+    "dit.py": """
+from torch import nn
+
+class DiT(nn.Module):
+    def __init__(self, *, in_channels, routes, **_):
+        super().__init__()
+        self.layer = nn.Conv2d(in_channels, in_channels, 1)
+
+    def forward(self, x):
+        return self.layer(x)
+""",
+    "edm.py": """
+class EDMDiffusion:
+    def wrap_model_with_precond(self, net):
+        return net
+
+    def get_training_loss(self, net, x, y, class_drop_prob):
+        return (net(x) - x).square().mean((1, 2, 3))
+""",
+    "routing_module.py": "",
+    "utils/train_helper.py": """
+def requires_grad(net, flag):
+    net.requires_grad_(flag)
+
+def update_ema(ema, net):
+    pass
+""",
+}
+
+
+def test_every_part_of_the_plan_for_a_gpu_runs_in_a_rehearsal(tmp_path):
+    (tmp_path / "official/utils").mkdir(parents=True)
+    for name, source in OFFICIAL.items():
+        (tmp_path / "official" / name).write_text(source)
+    ended = subprocess.run(
+        ["bash", ROOT / "scripts/studies/benchmark_gpu.sh"], capture_output=True, text=True, check=False,
+        env=os.environ | {"REHEARSAL": "1", "PYTHON": sys.executable, "OUT": str(tmp_path / "out"),
+                          "OFFICIAL": str(tmp_path / "official")})
+    assert ended.returncode == 0 and "All parts are in" in ended.stdout, ended.stdout[-3000:]
+    records = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "out").glob("*.json")}
+    assert {*records} == {
+        "check", "check_ddp", "s2_32", "s2_32_ddp", "s2_256", "s2_256_ddp", "xl2_attention_null", "xl2_attention_flash",
+        "xl2_options", "official_xl2_dit", "official_xl2_tread", "official_s2_tread", "sample_xl2", "inception"}
+    assert not any("failed" in row for record in records.values() for row in record.get("rows", ()))
+    assert [records[name]["DDP"] for name in ("s2_32", "s2_32_ddp")] == [False, True]

@@ -1,0 +1,217 @@
+"""What compare.py compares and what it refuses, on real runs and on files of rows."""
+
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+from training_runs import killed, trained
+
+from dit import DiT
+from runtime.files import read_rows
+from scripts import compare
+
+RESULTS = ROOT / "docs/results"
+
+
+def told(monkeypatch, capsys, *arguments: object) -> str:
+    """What compare.py prints; a mistake is a SystemExit with its sentence."""
+    monkeypatch.setattr(sys, "argv", ["compare.py", *map(str, arguments)])
+    compare.main()
+    return capsys.readouterr().out
+
+
+def of(variant: str, seed: int, *scores: tuple[int, float], settings=(), **facts) -> dict:
+    return {"variant": variant, "seed": seed, "step": 4, "steps": 4, "settings": dict(settings), "history": [],
+            "losses": [], "scores": [{"step": images // 8, "images": images, "flops": images, "metric": "fd",
+                                      "value": value, "num_samples": 9, "guidance": "unguided", **facts}
+                                     for images, value in scores]}
+
+
+def page(*runs: dict, pairs=(("a", "b"),), changes=False) -> str:
+    finished, notes = compare.comparable([*runs])
+    return compare.page(finished, notes, [*pairs], changes)
+
+
+# ---- real runs ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def runs(shapes, pixel_reference, tmp_path_factory) -> Path:
+    """Dense and routed runs of two seeds, and a copy of one that was killed."""
+    place = tmp_path_factory.mktemp("runs")
+    for model in ("dit", "tread"):
+        for seed in (0, 1):
+            trained(place / f"{model}-{seed}", shapes, f"model={model}", f"seed={seed}", "steps=4",
+                    "checkpoint.every=2", "log.every=2", "evaluate.every=2", "evaluate.num_samples=4",
+                    "evaluate.num_steps=2", f"evaluate.reference={pixel_reference}")
+    killed(place / "dit-1", 2, place / "killed")
+    return place
+
+
+def test_runs_and_the_rows_that_another_machine_brought_give_one_page(runs, tmp_path, monkeypatch, capsys):
+    dit, tread = ([f"{model}={runs}/{model}-{seed}" for seed in (0, 1)] for model in ("dit", "tread"))
+    text = told(monkeypatch, capsys, *dit, *tread, f"out={tmp_path}/x", "seconds=dit:0.2,tread:0.1")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG") and (tmp_path / "x.md").read_text() in text
+    assert "* dit and tread differ in model.name (dit and tread), model.routes ([] and [{" in text
+    rows = [row.split(" | ") for row in text.splitlines() if row.startswith("| tread − dit")]
+    assert [row[2] for row in rows if row[1] == "images seen"] == ["16", "32"]
+    assert any(row[1] == "training FLOPs" for row in rows) and any(row[1] == "seconds of training" for row in rows)
+    assert all("(n=2, no verdict)" in row[5] and row[6] == " |" for row in rows)
+    shutil.copytree(runs / "tread-0", tmp_path / "moved", ignore=shutil.ignore_patterns("*.safetensors"))
+    again = told(monkeypatch, capsys, f"dit={tmp_path}/x.jsonl", f"tread={tmp_path}/moved", tread[1],
+                 "seconds=dit:0.2,tread:0.1")
+    assert again.strip() == (tmp_path / "x.md").read_text().strip()
+    dense, routed = (compare.read_run("x", runs / f"{model}-0")["scores"] for model in ("dit", "tread"))
+    assert dense[2]["flops"] == 2 * dense[1]["flops"] > routed[2]["flops"] > dense[0]["flops"] == 0
+    for out, why in ((tmp_path / "x", "has scores of dit, seed 0, which is not given"), (ROOT / "README", "not write")):
+        with pytest.raises(SystemExit, match=why):
+            told(monkeypatch, capsys, *tread, f"out={out}")
+
+
+def test_one_run_is_drawn_with_its_losses_and_scores(runs):
+    [losses, scores] = compare.draw([compare.read_run("x", runs / "dit-0")], []).axes
+    assert [*losses.lines[0].get_xdata()] == [2, 4] and [*scores.lines[0].get_xdata()] == [0, 16, 32]
+
+
+def test_a_killed_run_takes_no_part_and_rows_without_a_run_are_refused(runs, tmp_path, monkeypatch, capsys):
+    text = told(monkeypatch, capsys, f"a={runs}/tread-0", f"b={runs}/dit-0", f"b={runs}/killed")
+    assert "* Left out: b, seed 1, which has taken 2 of 4 steps." in text and "n=2" not in text
+    recorded = of("b", 1, (8, 4.0)) | {"step": 2}
+    del recorded["losses"]
+    assert "* Recorded unfinished: b, seed 1, which has taken 2 of" in page(of("a", 1, (8, 5.0)), recorded)
+    with pytest.raises(SystemExit, match=r"pairs=a:b: write pairs=a:b,c:d with variants that have a finished run: a\."):
+        told(monkeypatch, capsys, f"a={runs}/tread-0", f"b={runs}/killed", "pairs=a:b")
+    shutil.copytree(runs / "dit-0", tmp_path / "run")
+    results = tmp_path / "run/results.jsonl"
+    row = read_rows(results)[0]
+    for change, why in (({"source": row["source"] | {"step": 9}}, "score of step 9, and its run ended at step 4"),
+                        ({"metrics": {"precision": 1}}, "no Fréchet distance")):
+        results.write_text(json.dumps(row | change) + "\n")
+        with pytest.raises(ValueError, match=why):
+            compare.read_run("x", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run/checkpoints")
+    for path, why in ((tmp_path / "run", "has no checkpoint, and rows without their run"), (results, "without its run"),
+                      (RESULTS / "study-tokens/study.jsonl", "has no runs of x")):
+        with pytest.raises(SystemExit, match=why):
+            told(monkeypatch, capsys, f"x={path}")
+
+
+def test_a_run_that_was_resumed_with_other_routes_or_length_is_refused(shapes, tmp_path):
+    often = ("checkpoint.every=2", "model=tread", "optimizer.schedule=cosine")
+    trained(tmp_path / "x", shapes, *often, "steps=2")
+    trained(tmp_path / "x", shapes, *often, "steps=4", "route_schedule.dense_after=3")
+    trained(tmp_path / "x", shapes, *often, "steps=4", "route_schedule.dense_after=3")
+    run = compare.read_run("x", tmp_path / "x")
+    changed = [entry["changed"].keys() for entry in run["history"] if "changed" in entry]
+    assert changed == [{"steps", "route_schedule"}]
+    with pytest.raises(ValueError, match=r"x, seed 0, was resumed with another setting \(steps was 2 and is now 4\)"):
+        compare.comparable([run])
+
+
+# ---- what is compared -----------------------------------------------------------------------------------------------
+
+OLD = {"extractor_sha256": "one", "reference_sha256": "one"}
+
+
+@pytest.mark.parametrize(("one", "other", "differing"), [
+    ({}, {}, None),
+    ({"commit": "x", "device": "cpu", "source.weights_sha256": "1", "extractor.weights": "a.pt"},
+     {"commit": "y", "device": "gpu", "source.weights_sha256": "2", "extractor.weights": "b.pt"}, None),
+    ({"source.num_steps": 6}, {"source.num_steps": 2}, "source.num_steps"), ({"tf32": True}, {"tf32": False}, "tf32"),
+    ({"source.weights": "ema"}, {"source.weights": "ema-0.99"}, "source.weights"),
+    ({"resolution": None}, {}, "resolution"),                       # an old row that lacks a fact
+    ({"a new fact": 1}, {"a new fact": 2}, "a new fact"),
+    ({"reference.path": "a", "reference.sha256": "1"}, {"reference.path": "b", "reference.sha256": "1"}, None),
+    ({"reference.path": "a"}, {"reference.path": "b"}, "reference.path"),    # latents, which are not hashed
+    ({"extractor.sha256": "1"}, {"extractor.sha256": "2"}, "extractor.sha256"),
+    ({"num_samples": 8}, {"num_samples": 9}, "num_samples"), ({"metric": "fid"}, {"metric": "fd"}, "metric"),
+    ({"guidance": "scale 2"}, {"guidance": "unguided"}, "guidance"),
+    (OLD, OLD, None), (OLD, OLD | {"reference_sha256": "two"}, "reference_sha256"),
+])
+def test_only_scores_that_differ_in_seed_time_and_score_alone_are_compared(one, other, differing):
+    text = page(of("a", 0, (8, 5.0), **one), of("b", 0, (8, 4.0), **other))
+    assert ("| b − a | images seen |" in text) == (differing is None)
+    assert (f"* Not compared: scores of a and b, which differ in {differing}." in text) == (differing is not None)
+    assert ("Several: commit, device." in text) == ("commit" in one)
+
+
+def test_each_set_of_settings_has_its_own_table_and_two_scores_of_one_set_are_refused():
+    runs = [of(variant, seed, (8, value)) for variant, value in (("a", 10.01), ("b", 10.0)) for seed in range(3)]
+    for run in runs:
+        run["scores"] = [score | {"source.weights": name} for score in run["scores"] for name in ("ema", "ema-0.99")]
+    runs[0]["scores"] += [score | {"source.num_steps": 6, "value": 1.0} for score in runs[0]["scores"]]
+    assert page(*runs).count("| b − a | images seen | 8 | 10.000 ± 0.000 (n=3) | 10.010") == 2
+    runs[0]["scores"].append(runs[0]["scores"][0] | {"value": 3.0})
+    with pytest.raises(ValueError, match=r"a, seed 0, has two scores at step 1 \(fd 10.01 and 3\) that differ in no"):
+        page(*runs)
+
+
+@pytest.mark.parametrize(("other", "says"), [
+    (of("a", 0), "a, seed 0, is given twice"),
+    (of("a", 1, settings={"seed": 1, "optimizer.lr": 2, "name": "y", "data.path": "y"}), r"optimizer.lr \(1 and 2\)"),
+    (of("a", 1, settings={"optimizer.lr": 1, "steps": 8}), "differ in steps"),
+    (of("a", 1, settings={"optimizer.lr": 1, "label_dropout": 0}), r"label_dropout \(<not set> and 0\): runs of one"),
+    (of("a", 1, settings={"optimizer.lr": 1, "label_dropout": 0}) | {"typed": True}, None),     # shared keys are equal
+])
+def test_runs_of_one_variant_differ_in_the_seed_alone(other, says):
+    first = of("a", 0, settings={} if says and "twice" in says else {"optimizer.lr": 1, "name": "x", "data.path": "x"})
+    if says:
+        with pytest.raises(ValueError, match=says):
+            page(first, other)
+    else:
+        assert page(first, other, pairs=())
+
+
+def test_a_straight_learning_curve_is_neither_above_nor_below_its_own_points():
+    """Both fall by 1 as the images double; b was scored half as often, and over images themselves would lie above a."""
+    def compared(*runs: dict) -> dict:
+        [variants] = compare.by_measure([*runs]).values()
+        return {each.place: [*each.values.values()] for each in compare.compared(variants, ("a", "b"))
+                if each.axis == "images"}
+
+    runs = [of("a", 0, (0, 9), (10, 7), (20, 6), (40, 5)), of("b", 0, (0, 9), (10, 7), (40, 5)), of("b", 1, (10, 1))]
+    assert compared(*runs) == {10: [(7, 7)], 20: [(6, 6)], 40: [(5, 5)]}
+    ahead = compared(of("a", 0, (10, 7), (40, 5)), of("b", 0, (5, 7), (20, 5), (30, 4)))    # both have reached 10 to 30
+    assert {place: a > b for place, [(a, b)] in ahead.items()} == {10: True, 20: True, 30: True}
+
+
+def test_what_a_seed_does_to_both_does_not_hide_a_difference_or_its_change():
+    """b is lower by 0.9 to 1.1 in each of three seeds, which lie 10 apart; from a, b to c, d it falls by as much."""
+    half = 4.302653 * 0.1 / 3**0.5  # the quantile of t with two degrees of freedom, from a table
+    assert compare.interval([-0.9, -1.0, -1.1]) == pytest.approx((-1 - half, -1 + half), abs=1e-6)
+    assert compare.interval([-1.0, -1.0]) is None
+    runs = [of(variant, seed, (8, value + 10 * seed)) for seed in range(3)
+            for variant, value in (("a", 5.0), ("b", 4.1 - seed / 10), ("c", 4.0), ("d", 2.1 - seed / 5))]
+    text = page(*runs, pairs=(("a", "b"), ("c", "d")), changes=True)
+    assert re.search(r"\| b − a \| images seen \| 8 \|.*\| -1.000 \(-1.248 to -0.752, n=3\) \| b \|", text)
+    assert "| b − a | d − c | images seen | 8 | -1.100 (-1.348 to -0.852, n=3) |" in text
+
+
+@pytest.mark.parametrize(("seeds", "share"), [(2, 0), (3, 0.05), (5, 0.05)])
+def test_without_a_difference_a_verdict_is_as_rare_as_promised(seeds, share):
+    intervals = [compare.interval([*row]) for row in np.random.default_rng(seeds).normal(0, 1, (1000, seeds))]
+    excluded = sum(bool(each) and not each[0] <= 0 <= each[1] for each in intervals)
+    assert excluded == 0 if not share else abs(excluded / 1000 - share) < 0.02  # three standard deviations
+
+
+@pytest.mark.parametrize("diffusion", ["edm", "rf"])
+def test_dense_and_routed_runs_of_a_seed_see_the_same_images_noise_and_labels(shapes, tmp_path, monkeypatch, diffusion):
+    seen, forward = [], DiT.forward
+
+    def watched(net, x, t, y, *arguments, **options):
+        seen[-1] += [x, t, y] if seen[-1] else [net.x_embedder.proj.weight.detach().clone(), x, t, y]
+        return forward(net, x, t, y, *arguments, **options)
+
+    monkeypatch.setattr(DiT, "forward", watched)
+    for model in ("dit", "tread"):
+        seen.append([])
+        trained(tmp_path / model, shapes, f"model={model}", f"diffusion={diffusion}", "batch_size=100", "steps=5",
+                "label_dropout=0.5")        # into the second epoch
+    assert len(seen[0]) == 1 + 5 * 3 and (seen[0][3] == 6).any()  # some labels are dropped
+    assert all(torch.equal(one, other) for one, other in zip(*seen, strict=True))

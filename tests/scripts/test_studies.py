@@ -1,0 +1,200 @@
+"""The studies: each table of docs/results.md from the committed rows, and the commands of scripts/studies/*.sh."""
+
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, change_record
+from training_runs import write_run
+
+import fid
+from runtime.command import by_key, compose, parse_options
+from runtime.files import read_rows
+from runtime.schema import read
+from scripts import compare
+from scripts.benchmark import write_latents
+from scripts.studies import held_out
+from training.settings import TrainSettings, check_settings
+
+RESULTS = ROOT / "docs/results"
+
+def scores(study: str, variant: str, step: int, images: int = 1000, metric: str = "fd_resnet56") -> list[float]:
+    """A variant's scores in the committed rows, by seed."""
+    return [score["value"] for run in compare.read_file(RESULTS / f"study-{study}/study.jsonl")
+            if run["variant"] == variant for score in run["scores"] if score["guidance"] == "unguided"
+            and (score["step"], score["num_samples"]) == (step, images)
+            and score["metric"] in (metric, "fd_torchscript")]
+
+
+def at_flops(study: str, one: str, other: str, step: int) -> list[list[float]]:
+    """Scores of two variants at the FLOPs of the second's step, the first interpolated."""
+    runs = [run for run in compare.read_file(RESULTS / f"study-{study}/study.jsonl") if run["variant"] in (one, other)]
+    place = next(score["flops"] for run in runs if run["variant"] == other for score in run["scores"]
+                 if score["step"] == step)
+    [found] = [each for measure, variants in compare.by_measure(runs).items() if ("num_samples", "1000") in measure
+               for each in compare.compared(variants, (one, other)) if (each.axis, each.place) == ("flops", place)]
+    return [*map(list, zip(*found.values.values(), strict=True))]
+
+
+def losses(study: str, variant: str, step: int) -> str:
+    rows = read_rows(RESULTS / f"study-{study}/losses.jsonl")
+    return f"""{statistics.mean(row['losses']['emoji-held-out32']['0.5'] for row in rows if row['step'] == step
+                                and row['run'].startswith(f'{variant}-seed')):.3f}"""
+
+
+def flops(study: str, variant: str, dense: str, step: int) -> str:
+    one, other = ({score["flops"] for run in compare.read_file(RESULTS / f"study-{study}/study.jsonl")
+                   if run["variant"] == name for score in run["scores"] if score["step"] == step}
+                  for name in (variant, dense))
+    return f"{statistics.mean(one) / statistics.mean(other):.2f}".replace("1.00", "1")
+
+
+def number(value: float, digits: int = 1) -> str:
+    text = f"{value:.{digits}f}"
+    return f"{value:.2f}".replace("-0.00", "0.0").replace("-", "−") if text == "-0.0" else text.replace("-", "−")
+
+
+def spread(values: list[float], digits: int = 1) -> str:
+    return f"{number(statistics.mean(values), digits)} ± {number(statistics.stdev(values), digits)}"
+
+
+def apart(dense: list[float], routed: list[float], digits: int = 1) -> str:
+    differences = [second - first for first, second in zip(dense, routed, strict=True)]
+    low, high = compare.interval(differences)
+    return f"{number(statistics.mean(differences), digits)} ({number(low, digits)}, {number(high, digits)})"
+
+
+def pair(dense: list[float], routed: list[float], digits: int = 1) -> list[str]:
+    return [spread(dense, digits), spread(routed, digits), apart(dense, routed, digits)]
+
+
+def guided(study: str, file: str, variant: str, guidance: str, metric: str = "value") -> float:
+    [value] = {score[metric] for run in compare.read_file(RESULTS / f"study-{study}/{file}.jsonl")
+               if run["variant"] == variant for score in run["scores"]
+               if score["step"] == max(each["step"] for each in run["scores"])
+               and re.fullmatch(guidance, score["guidance"])}
+    return value
+
+
+def rows_of_the_page():
+    """The rows of all tables of docs/results.md, from the committed rows."""
+    pays = "when-it-pays"
+    for label, variant, step in (
+            ("emoji, 13 epochs (`long`)", "long", 1400), ("emoji, 65 epochs (`long`)", "long", 7000),
+            ("5,000 of CIFAR-10, 9 epochs (`cifar5k`)", "cifar5k", 1400),
+            ("5,000 of CIFAR-10, 45 epochs", "cifar5k", 7000), ("all CIFAR-10, 0.9 epochs (`cifar`)", "cifar", 1400)):
+        yield [label, *pair(*(scores(pays, f"{variant}-{model}", step) for model in ("dit", "tread")))]
+    for label, step, images in (("2 epochs, 1,000 images", 3124, 1000), ("10 epochs, 1,000 images", 15620, 1000),
+                                ("20 epochs, 1,000 images", 31240, 1000), ("20 epochs, 5,000 images", 31240, 5000)):
+        yield [label, *pair(*(scores("length", model, step, images) for model in ("dit", "tread")))]
+    for label, one, other in (("64 tokens, patch 4", "dit-64", "tread-64"),
+                              ("256 tokens, patch 2", "dit-256-2e-3", "tread-256")):
+        yield [label, *pair(*(scores("tokens", name, 3124, 2500) for name in (one, other))),
+               apart(*at_flops("tokens", one, other, 3124))]
+    for label, name in (("dense", "rf-dit"), ("TREAD", "rf-tread")):
+        yield [label, *(number(guided("length", "flow-matching", name, text)) for text in (
+            "unguided", "scale 1.5, .*label true", "scale 1.0, gamma1 0.5, .*", "scale 1.5, gamma1 0.5, .*"))]
+    for data, name in (("emoji", "AdamW"), ("emoji", "Muon"), ("emoji", "lite0"), ("CIFAR-10", "AdamW"),
+                       ("CIFAR-10", "Muon")):
+        variant, metric = {"emoji": "emoji", "CIFAR-10": "cifar"}[data], "fd_resnet56"
+        variant, more, digits = f"{variant}-muon" if name != "AdamW" else variant, ["", ""], 1
+        label = f"{data}, {name}"
+        if name == "lite0":
+            label, metric, digits = "emoji, Muon, EfficientNet-lite0", "fd_lite0", 0
+        elif name == "Muon":
+            dense, routed = at_flops(pays, f"{variant}-dit", f"{variant}-tread", 1400)
+            more = [spread(dense), apart(dense, routed)]
+        cells = pair(*(scores(pays, f"{variant}-{model}", 1400, metric=metric) for model in ("dit", "tread")), digits)
+        yield [label, cells[1], cells[0], cells[2], *more]
+    dense, tread = (scores(pays, f"emoji-{model}", 1400) for model in ("dit", "tread"))
+    for label, variant in (("dense", "dit"), ("TREAD", "tread"), ("TREAD, dense for the last 15 %", "off-15"),
+                           ("TREAD, dense for the last 30 %", "off-30"), ("TREAD, random ratio", "random")):
+        values = scores(pays, f"emoji-{variant}", 1400)
+        yield [label, spread(values), apart(dense, values) if values != dense else "",
+               apart(tread, values) if values != tread else "", losses(pays, f"emoji-{variant}", 1400),
+               flops(pays, f"emoji-{variant}", "emoji-dit", 1400)]
+    for label, name in (("dense", "dit"), ("ratio 0.25", "25"), ("ratio 0.5", "50"), ("ratio 0.25, off-ramp", "25-off"),
+                        ("ratio 0.5, off-ramp", "50-off")):
+        cells, kinds = [], ("full", "lora")
+        for kind in kinds:
+            dense, values = (scores("fine-tuning", f"{kind}-{each}", 400) for each in ("dit", name))
+            cells += [spread(values), apart(dense, values) if name != "dit" else ""]
+        yield [label, *cells, ", ".join(losses("fine-tuning", f"{kind}-{name}", 400) for kind in kinds),
+               flops("fine-tuning", f"full-{name}", "full-dit", 400)]
+    seconds = {run["variant"]: run.get("sec_per_step") for run in compare.read_file(
+        RESULTS / "study-cifar10-cpu/study.jsonl")}
+    for label, name in (("dense", "edm-dit"), ("TREAD, 2→8, ratio 0.5", "edm-tread")):
+        yield [label, *(spread(scores("cifar10-cpu", name, step), 2) for step in (2000, 4000, 6000, 8000)),
+               f"{seconds[name]:.3f}"]
+    tuned = [f"edm-{model}-finetuned" for model in ("dit", "tread")]
+    cost = [guided("cifar10-cpu", "study", tuned[0], text, "multiply_adds_an_image") for text in (
+        "unguided", "label, scale 2", "scale 2, .*", "label, scale 2, .*")]
+    for label, text, times in zip(
+            ("none", "CFG", "SG, ratios 0.3 and 0.7 on 2→8", "CFG + SG, ratios 0.2 and 0.7 on 2→8"),
+            ("", "label, scale {}", "scale {}, .*", "label, scale {}, .*"), cost, strict=True):
+        yield [label, f"{times / cost[0]:.2f}".removesuffix(".00"), *(", ".join(
+            number(guided("cifar10-cpu", "study", name, text.format(scale) or "unguided"), 2)
+            for scale in (("1.25", "1.5", "2") if text else ("",))) for name in tuned)]
+
+
+def test_each_table_of_the_results_is_made_of_the_committed_rows():
+    lines = (RESULTS.parent / "results.md").read_text(encoding="utf-8").splitlines()
+    tables = [line for number, line in enumerate(lines) if line.startswith("| ")
+              and not lines[number + 1].startswith("|---")]
+    assert tables == [re.sub("  +", " ", f"| {' | '.join(cells)} |") for cells in rows_of_the_page()]
+
+
+STUDIES = [file for file in sorted((ROOT / "scripts/studies").glob("*.sh")) if "common.sh" in file.read_text()]
+
+
+@pytest.mark.parametrize("file", STUDIES, ids=lambda file: file.stem)
+def test_each_study_is_at_most_40_lines_of_commands_that_are_accepted(file, tmp_path, monkeypatch):
+    """A python that only writes down what it is called with; it makes no row, so each score is asked for."""
+    (tmp_path / "python").write_text(f"""#!{sys.executable}
+import json, sys
+open({str(tmp_path / "told")!r}, "a").write(json.dumps(sys.argv[1:]) + chr(10))""")
+    (tmp_path / "python").chmod(0o755)
+    subprocess.run(["bash", str(file)], check=True, cwd=tmp_path, env=os.environ | {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "SEEDS": "0 1 2"})
+    assert len(file.read_text().splitlines()) <= 40
+    monkeypatch.setattr(fid.image_sets, "require_array", lambda *_: None)   # the references are not here
+    runs: dict[str, list[str]] = {}
+    for script, *typed in map(json.loads, (tmp_path / "told").read_text().splitlines()):
+        if script == "train.py":
+            settings = by_key(parse_options(typed)[1])
+            cfg = read(TrainSettings, compose("config", TrainSettings, typed))
+            check_settings(cfg, settings)
+            assert cfg.name.endswith(f"-seed{cfg.seed}") and runs.setdefault(cfg.name, typed) == typed
+        elif script == "fid.py":
+            cfg = read(fid.ScoringSettings, compose("fid", fid.ScoringSettings, typed))
+            fid.check_settings(cfg, by_key(parse_options(typed)[1]))
+            assert cfg.checkpoint.partition("/checkpoints/")[0].rpartition("/")[2] in runs
+        elif script == "scripts/compare.py":
+            pairs = next(text for text in typed if text.startswith("pairs=")).removeprefix("pairs=")
+            given = {text.partition("=")[0] for text in typed} | {name.rpartition("-")[0] for name in runs}
+            assert {*re.split("[:,]", pairs)} <= given
+
+
+def test_held_out_losses_go_by_the_classes_of_the_run_and_are_made_once(tmp_path, monkeypatch):
+    network = {"input_size": 8, "patch_size": 4, "in_channels": 4, "hidden_size": 8, "depth": 2, "num_heads": 2,
+               "num_classes": 4}
+    for folder, names in (("one", list("abcd")), ("other", list("dcba"))):
+        (tmp_path / folder).mkdir()
+        write_latents(tmp_path / folder, 8, (4, 8, 8), 4)
+        change_record(tmp_path / folder, class_names=names)
+    write_run(tmp_path / "run", network, class_names=list("abcd"))
+    monkeypatch.setattr(sys, "argv", ["held_out.py", str(tmp_path / "run"), "--data", str(tmp_path / "one"),
+                                      str(tmp_path / "other"), "--out", str(tmp_path / "out")])
+    held_out.main()
+    held_out.main()
+    [row] = read_rows(tmp_path / "out")
+    assert (row["run"], row["step"], row["images"]) == ("run", 1, 8)
+    assert [*row["losses"][str(tmp_path / "one")]] == ["0.1", "0.2", "0.5", "1", "2", "5"]
+    change_record(tmp_path / "other", class_names=list("abcx"))
+    (tmp_path / "out").unlink()
+    with pytest.raises(SystemExit, match="has classes that the run's data lack: x"):
+        held_out.main()

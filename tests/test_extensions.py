@@ -1,0 +1,135 @@
+"""Each extension of CONTRIBUTING.md is one file: it trains or samples or scores by its name, with its settings."""
+
+import importlib
+import json
+import re
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, run_command
+from training_runs import assert_resumes
+
+import extensions
+import fid
+import sample
+from blocks import BLOCKS, Block
+from dit import DiT
+from edm import EDM
+from objectives import DiffusionLoss
+from weights.loading import load_trained
+
+PAGE = {"blocks/parallel": "Attention and MLP in parallel", "solvers/midpoint": "The midpoint rule",
+        "metrics/mean_distance": "def mean_distance", "extractors/colours": "def colours",
+        "guidances/rescaled": "Guidance whose estimate", "diffusions/log_uniform": "EDM, trained on noise levels"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def page(tmp_path_factory):
+    """The page's files, in folders that the packages search as well."""
+    folder = tmp_path_factory.mktemp("extensions")
+    codes = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    for file, start in PAGE.items():
+        [code] = [code for code in codes if start in code]
+        assert len([line for line in code.splitlines() if line]) <= 20
+        (folder / file).parent.mkdir(exist_ok=True)
+        (folder / f"{file}.py").write_text(code)
+        importlib.import_module(file.partition("/")[0]).__path__.append(str(folder / file.partition("/")[0]))
+    BLOCKS["parallel"] = extensions.find("blocks", "parallel")
+    yield folder
+    del BLOCKS["parallel"]
+    for file in PAGE:
+        importlib.import_module(file.partition("/")[0]).__path__.pop()
+        sys.modules.pop(file.replace("/", "."), None)
+
+
+def test_the_pages_block_is_built_by_its_name_with_its_sizes():
+    net = DiT(input_size=8, in_channels=3, hidden_size=32, depth=2, num_heads=2, num_classes=5, block="parallel")
+    assert type(net.blocks[0]) is BLOCKS["parallel"] and issubclass(BLOCKS["parallel"], Block)
+    assert BLOCKS["parallel"].models["Parallel-B/2"]["hidden_size"] == 768
+    assert net(torch.randn(2, 3, 8, 8), torch.rand(2), torch.arange(2)).shape == (2, 3, 8, 8)
+
+
+def test_the_pages_diffusion_trains_and_resumes_by_its_name_and_config(shapes, tmp_path):
+    config = tmp_path / "configs/diffusion/log_uniform.yaml"
+    config.parent.mkdir(parents=True)
+    config.write_text("name: log_uniform\nlow: -4.0\nhigh: 2.0\n")
+    assert_resumes(tmp_path, shapes, "diffusion=log_uniform", "--config-dir", str(tmp_path / "configs"))
+    diffusion = load_trained(tmp_path / "whole").diffusion
+    assert type(diffusion).__name__ == "LogUniform" and diffusion.low == -4
+    sigma = diffusion.draw(torch.zeros(4000, 3, 2, 2))[0].log()
+    assert -4 <= sigma.min() < -3.9 and 1.9 < sigma.max() <= 2
+
+
+@pytest.fixture(scope="module")
+def run(shapes, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    assert_resumes(folder, shapes, "diffusion=rf")
+    return folder / "whole"
+
+
+def test_the_pages_solver_guidance_metric_and_extractor_score_a_run_and_are_recorded(run, tmp_path):
+    how = [f"checkpoint={run}", "num_steps=3", "cpu=true", "guidance=cfg", "scale=2", "+kind.name=rescaled",
+           "+kind.share=0.5", "sampler.solver=midpoint", "+sampler.at=0.4"]
+    run_command(sample.main, "sample.py", *how, "seeds=0-7", f"out={tmp_path}/x.npz")
+    run_command(fid.main, "fid.py", *how, f"reference={tmp_path}/x.npz", "features=colours", "num_samples=8", "seed=0",
+                "metrics=[fd_colours,mean_distance]", f"results={tmp_path}/results.jsonl")
+    row = json.loads((tmp_path / "results.jsonl").read_text())
+    assert row["source"]["sampler"] == {"solver": "midpoint", "at": 0.4} and row["source"]["evaluations"] == 12
+    assert row["source"]["guidance"]["kind"] == {"name": "rescaled", "share": 0.5}
+    assert row["metrics"] == pytest.approx({"fd_colours": 0, "mean_distance": 0}, abs=1e-4)  # the same images
+
+
+def test_the_pages_solver_is_exact_for_a_velocity_that_is_linear_in_time(run):
+    rf, net = load_trained(run).diffusion, load_trained(run).net
+    rf.velocity = lambda net, z, t, y, routes=(): (2 * t.view(-1, 1, 1, 1) + 0 * z).float()
+    noise = torch.randn(2, 3, 8, 8)
+    sampled = extensions.find("solvers", "midpoint")(rf, net, noise, torch.arange(2), 4)
+    torch.testing.assert_close(sampled, noise - 1)  # minus the integral of 2t over [0, 1]
+
+
+@pytest.mark.parametrize(("settings", "says"), [
+    (["sampler.solver=midpont"], "midpont"),
+    (["sampler.solver=midpoint", "+sampler.eta=1"], "eta=1: solvers/midpoint.py has no such .* has solver, at"),
+    (["sampler.solver=midpoint", "+sampler.at=[1]"], "sampler: at=.*valid number"),
+    (["guidance=cfg", "scale=2", "+kind.name=resized"], "There is no guidances/resized.py; choose one of rescaled"),
+    (["guidance=cfg", "scale=2", "+kind.name=rescaled", "+kind.share=x"], "kind: share=x: it should be a valid number"),
+])
+def test_settings_that_an_extension_lacks_or_of_another_type_are_refused(run, settings, says, tmp_path):
+    with pytest.raises(ValueError, match=says):
+        sample.main(f"checkpoint={run}", "num_steps=2", "cpu=true", f"out={tmp_path}/x.png", *settings)
+
+
+def test_help_lists_extensions_with_their_settings(capsys):
+    fid.main("--help")
+    printed = capsys.readouterr().out
+    assert "solvers/: midpoint at: float = 0.5" in printed and "metrics/: mean_distance" in printed
+
+
+@pytest.mark.parametrize(("code", "says"), [
+    ("a = 1", "blocks/two.py must declare one subclass of Block, and declares none"),
+    ("from blocks import Block\nclass A(Block): pass\nclass B(Block): pass", "declares A, B: begin the names of"),
+])
+def test_a_file_that_declares_none_or_several_is_refused(page, code, says):
+    (page / "blocks/two.py").write_text(code)
+    importlib.invalidate_caches()
+    sys.modules.pop("blocks.two", None)
+    try:
+        with pytest.raises(ValueError, match=says):
+            extensions.find("blocks", "two")
+    finally:
+        (page / "blocks/two.py").unlink()
+
+
+@pytest.mark.parametrize(("returned", "found"), [
+    (lambda loss: loss, "one Tensor"), (lambda loss: (loss.mean(), {}), r"a loss of shape \(\)"),
+    (lambda loss: (loss, {"other": loss}), "the terms other"),
+])
+def test_an_objective_that_returns_another_form_than_it_declares_is_refused(returned, found):
+    class Odd(DiffusionLoss):
+        def forward(self, x, y):
+            return returned(super().forward(x, y)[0])
+
+    net = DiT(input_size=8, in_channels=3, hidden_size=32, depth=2, num_heads=2, num_classes=5)
+    with pytest.raises(ValueError, match=f"test_extensions.py: Odd returns .*{found}.*It must return"):
+        Odd(net, EDM())(torch.randn(2, 3, 8, 8), torch.arange(2))
