@@ -133,7 +133,6 @@ def main(cfg: SampleSettings) -> None:
         state.wait_for_everyone()  # until all ranks have checked the folder
         for file in earlier if state.is_main_process else ():
             file.unlink()
-        state.wait_for_everyone()  # before any rank writes a picture of the same name
         write_pngs(state, batches, out, name)
     kind = "latents" if cfg.latents else "images"
     state.print(f"{len(seeds)} {kind} from {trained.checkpoint.folder}: {out}")

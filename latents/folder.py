@@ -1,7 +1,7 @@
 """Opens, checks and reads latent folders by index.
 
-Files are memory-mapped and never read completely, unless all latents are copied to a device. Memory per image is 4
-bytes for the epoch's permutation, 1 for the choice of mirrored copies, and 1 or 2 for the label.
+Files are read row by row and never completely, unless all latents are copied to a device. Memory per image is 4 bytes
+for the epoch's permutation, 1 for the choice of mirrored copies, and 1 or 2 for the label.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from autoencoder import SD_VAE_SCALE, Convention
 from latents.listing import spread
-from runtime.files import NPY_ERRORS, is_inside, refuse_pointer, sha256
+from runtime.files import is_inside, refuse_pointer, sha256
 from runtime.schema import (
     Classes,
     ConventionRecord,
@@ -35,10 +35,10 @@ from runtime.schema import (
     Record,
     Size,
     Text,
-    first_line,
     one_of,
     read_record,
 )
+from runtime.untrusted import Rows, reading
 
 KINDS = ("sample", "moments")
 MAX_CLASSES = 1_000_000  # a larger class number is a mistake, and a table of so many classes would fill the memory
@@ -50,7 +50,7 @@ CHUNK = 4096  # latents copied to a device at once
 
 
 def allow_open_files(num_files: int) -> None:
-    """Raises this process's limit on open files if `num_files` more, as memory maps hold, would exceed it."""
+    """Raises this process's limit on open files if `num_files` more would exceed it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = num_files + 512  # for the files that Python, torch and the trackers hold open
     if soft < wanted:
@@ -58,9 +58,9 @@ def allow_open_files(num_files: int) -> None:
 
 
 class Array(NamedTuple):
-    """An additional array with one row per latent: a map of each shard's file, and what mirroring does to a row."""
+    """An additional array with one row per latent: the rows of each shard's file, and what mirroring does to a row."""
 
-    shards: list[np.ndarray]
+    shards: list[Rows]
     mirror: str             # same: nothing | flip: flips the last axis | files: reads the files after the plain ones
 
 
@@ -77,7 +77,7 @@ class Latents:
 
     where: str                                  # a name for messages
     files: list[Path]                           # plain shards, then mirrored ones
-    shards: list[np.ndarray]                    # the latents of each file
+    shards: list[Rows]                          # the latents of each file
     starts: np.ndarray                          # index of each shard's first image, and the count at the end
     labels: np.ndarray                          # (count,)
     stored_shape: tuple[int, int, int]          # of one latent on disk
@@ -168,22 +168,21 @@ class Latents:
         return indices, np.arange(len(indices)) % 2 == 1 if self.mirrored else None
 
     def _fill(
-        self, rows: np.ndarray, shards: Sequence, indices: np.ndarray, mirror: np.ndarray | None = None,
+        self, rows: np.ndarray, shards: Sequence[Rows], indices: np.ndarray, mirror: np.ndarray | None = None,
     ) -> None:
         """Copies the rows of `indices` from the plain shards or, where `mirror` is True, from the mirrored ones."""
-        order = np.argsort(indices)  # so that a file's pages are visited in order
+        order = np.argsort(indices)  # so that a file is read in order
         shard = np.searchsorted(self.starts, indices[order], side="right") - 1
         row = indices[order] - self.starts[shard]
         shard = shard if mirror is None else shard + mirror[order] * (len(self.starts) - 1)
-        # Row by row is faster than fancy indexing per shard: a shuffled batch has only one or two rows in most shards.
         for i, s, r in zip(order.tolist(), shard.tolist(), row.tolist(), strict=True):
-            rows[i] = shards[s][r]
+            shards[s].read_into(rows[i : i + 1], r)
 
 
 def open_latents(path: str | Path, verify: bool = False) -> Latents:
     """Opens a latent folder (docs/data.md); raises ValueError for data that is missing, damaged or wrongly scaled.
 
-    With `verify` all files are compared with the hashes in metadata.json, else only those that are newer than it.
+    With `verify` all files are compared with the hashes in metadata.json, else only those with another time than it.
     """
     path = Path(path)
     if not (path / "metadata.json").is_file():
@@ -251,18 +250,15 @@ def file_of(folder: Path, shard: Shard, name: str) -> Path:
     return folder / file
 
 
-def map_npy(file: Path, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """Maps an npy file. Raises ValueError if it is damaged, or has another shape or type."""
+def open_npy(file: Path, shape: tuple[int, ...], dtype: str) -> Rows:
+    """Opens an npy file. Raises ValueError if it is damaged, or has another shape or type."""
     refuse_pointer(file)
-    try:
-        array = np.lib.format.open_memmap(file, mode="r")
-    except NPY_ERRORS as error:  # not an npy file, truncated, or an array of pickled Python objects
-        raise ValueError(f"{file} is not a complete npy file of numbers ({first_line(error)}): copy the folder "
-                         f"again, or delete it and prepare it again.") from error
-    if array.shape != shape or array.dtype != dtype:
-        raise ValueError(f"{file} has {array.dtype} {array.shape}, but metadata.json says {dtype} {shape}: they come "
+    with reading(file, "a complete npy file of numbers", "copy the folder again, or delete it and prepare it again"):
+        rows = Rows(file)
+    if rows.shape != shape or rows.dtype != dtype:
+        raise ValueError(f"{file} has {rows.dtype} {rows.shape}, but metadata.json says {dtype} {shape}: they come "
                          f"from different preparations.")
-    return np.asarray(array)  # indexing a memmap is slower
+    return rows
 
 
 def _open_folder(folder: Path, verify: bool) -> Latents:
@@ -285,22 +281,23 @@ def _open_folder(folder: Path, verify: bool) -> Latents:
 
     stored_shape = (meta.shape[0] * (2 if meta.kind == "moments" else 1), *meta.shape[1:])
     types = row_types(meta.model_dump(), stored_shape)
-    allow_open_files(len(meta.shards) * (len(types) + 1))
+    allow_open_files(len(meta.shards) * len(types))
     files = {name: [file_of(folder, shard, name) for shard in meta.shards] for name in types}
-    maps = {name: [map_npy(file, (shard.count, *shape), dtype)
+    rows = {name: [open_npy(file, (shard.count, *shape), dtype)
                    for file, shard in zip(files[name], meta.shards, strict=True)]
             for name, (shape, dtype) in types.items()}
-    for file, labels in zip(files["labels"], maps["labels"], strict=True):
-        check_labels(labels, meta.num_classes, file, 'correct the labels or "num_classes" in the record')
+    labels = [shard.all() for shard in rows.pop("labels")]
+    for file, part in zip(files["labels"], labels, strict=True):
+        check_labels(part, meta.num_classes, file, 'correct the labels or "num_classes" in the record')
     pairs = [pair for paths in files.values() for pair in zip(paths, meta.shards, strict=True)]
     hashes = {file: shard.sha256[file.name] for file, shard in pairs if file.name in shard.sha256}
     check_hashes(record, hashes, verify)
     return Latents(where=str(folder), starts=np.concatenate([[0], np.cumsum(counts)]),
                    files=files["latents"] + files.get("mirrored", []),
-                   shards=maps["latents"] + maps.get("mirrored", []),
-                   arrays={name: Array(maps[name] + maps.get(f"{name}_mirrored", []), array.mirror)
+                   shards=rows["latents"] + rows.get("mirrored", []),
+                   arrays={name: Array(rows[name] + rows.get(f"{name}_mirrored", []), array.mirror)
                            for name, array in meta.arrays.items()},
-                   labels=np.concatenate(maps["labels"], dtype=np.min_scalar_type(meta.num_classes - 1),
+                   labels=np.concatenate(labels, dtype=np.min_scalar_type(meta.num_classes - 1),
                                          casting="unsafe"),
                    stored_shape=stored_shape, convention=convention, hashes=[*hashes.values()],
                    **meta.model_dump(include={"kind", "mirrored", "num_classes", "class_names", "display_names",
@@ -325,11 +322,12 @@ def row_types(metadata: dict, row_shape: tuple[int, ...]) -> dict[str, tuple[tup
 def check_hashes(record: Path, hashes: dict[Path, str], verify: bool) -> None:
     """Raises ValueError if a file does not have its hash in `record`, the folder's metadata.json.
 
-    The record is written last, so a newer file has been changed or copied since, and is read completely. If all are
-    right, the record gets the time of the newest, so that the next start is quick. `verify` reads all files.
+    A file that has the record's own time is known to have its hash; others were changed or copied since, and are read
+    completely. If all are right, they get the record's time (`mark_known`), so that the next start is quick. `verify`
+    reads all files.
     """
-    written, times = record.stat().st_mtime_ns, {file: file.stat().st_mtime_ns for file in hashes}
-    files = [file for file in hashes if verify or times[file] > written]
+    known = record.stat().st_mtime_ns
+    files = [file for file in hashes if verify or file.stat().st_mtime_ns != known]
     with ThreadPoolExecutor() as pool:
         for file, digest in zip(files, tqdm(pool.map(sha256, files), "comparing with metadata.json", len(files),
                                             unit=" files", delay=2), strict=True):
@@ -337,9 +335,15 @@ def check_hashes(record: Path, hashes: dict[Path, str], verify: bool) -> None:
                 raise ValueError(f"{file} is not as it was written (SHA-256 {digest[:8]}…, in metadata.json "
                                  f"{hashes[file][:8]}…): copy it or prepare the folder again. If the change is yours, "
                                  f'remove "sha256" from that shard in metadata.json.')
-    if (newest := max(times.values(), default=0)) > written:
-        with suppress(OSError):  # another user's folder, or a disk that can only be read
-            os.utime(record, ns=(newest, newest))
+    with suppress(OSError):  # another user's folder, or a disk that can only be read
+        mark_known(record, files)
+
+
+def mark_known(record: Path, files: Iterable[Path]) -> None:
+    """Gives files whose hashes are known to be in `record` its time; times are compared only for equality."""
+    time = record.stat().st_mtime_ns
+    for file in files:
+        os.utime(file, ns=(time, time))
 
 
 def check_labels(labels: np.ndarray, num_classes: int, where: str | Path, remedy: str) -> None:

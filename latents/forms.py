@@ -20,8 +20,9 @@ import torch
 from autoencoder import SD_VAE_SCALE, Convention
 from latents.labels import parse_dataset
 from latents.listing import Listing, find_tars, list_folder, list_tars, list_zip, require_one_set, stamp_of, tar_members
-from runtime.files import NPY_ERRORS, is_pointer, refuse_pointer
+from runtime.files import MOST_BYTES, open_plain, refuse_pointer
 from runtime.schema import first_line, typed
+from runtime.untrusted import read_npy, reading, refuse_pointer_text
 from weights.autoencoders import HUB_NAMES, STATISTICS, own_convention, read_statistics
 
 # ---- forms ----------------------------------------------------------------------------------------------------------
@@ -102,6 +103,9 @@ def describe_formats(source: str) -> str:
             f"examples/write_latents.py.")
 
 
+MOST_ELEMENTS = 2**20  # of one latent, as some hundred are in memory at once; 16 channels of 256 x 256 have as many
+
+
 @dataclass
 class Stored:
     """A set of latents on disk. Each of `sides` is a function that reads rows start to end unconverted, (n, *shape)."""
@@ -131,6 +135,9 @@ def open_stored(
         case _:
             stored = open_listed(form, path)
     form = stored.form
+    if math.prod(stored.shape) > MOST_ELEMENTS:
+        raise ValueError(f"source={source} holds arrays of shape {stored.shape}, which have more than "
+                         f"{MOST_ELEMENTS:,} numbers each: they are no latents.")
     form = replace(form, autoencoder=autoencoder or form.autoencoder, scaled=form.scaled and scale is None)
     if form.convention.latents_mean is not None:    # statistics belong to the stored values, whatever decodes them
         form = replace(form, convention=replace(form.convention, scale=scale or form.convention.scale))
@@ -190,18 +197,14 @@ def require_labels(source: Path, latents: Collection[str], labels: Collection[st
 def array_reader(listing: Listing, files: list[int]) -> tuple[tuple[int, ...], Callable[[int, int], np.ndarray]]:
     """Returns the common shape of the arrays in `files`, and a function that reads and stacks files start to end."""
     def load(file: int) -> np.ndarray:
-        try:
+        with reading(f"{listing.path}/{listing.names[file]}", "a complete npy file of numbers like the others"):
             stored = listing.read(file)
-            if is_pointer(stored):
-                raise ValueError("a pointer of Git LFS: run git lfs pull")
-            array = np.lib.format.read_array(BytesIO(stored), allow_pickle=False)
+            refuse_pointer_text(stored)
+            array = read_npy(BytesIO(stored), len(stored))
             array = array[0] if array.ndim == 4 and len(array) == 1 else array  # some writers keep the batch axis
             if array.shape != (shape or array.shape):
                 raise ValueError(f"shape {array.shape}, but {listing.names[files[0]]} {shape}")
             return array
-        except NPY_ERRORS as error:
-            raise ValueError(f"{listing.path}/{listing.names[file]} is not a complete npy file of numbers like the "
-                             f"others ({first_line(error)}): copy it again.") from error
 
     def read(start: int, end: int) -> np.ndarray:
         return np.stack([load(file) for file in files[start:end]])
@@ -217,7 +220,7 @@ def open_listed(form: Form, source: Path) -> Stored:
     `{"labels": null}` means one class. The files lie at the top level or in a folder vae-sd.
     """
     if source.is_dir():
-        listing = list_folder(source / "vae-sd" if (source / "vae-sd").is_dir() else source)
+        listing = list_folder(source / "vae-sd" if (source / "vae-sd").is_dir() else source, links=False)
     else:
         listing = list_zip(source)
         listing = listing.below("vae-sd") if any(file.startswith("vae-sd/") for file in listing.names) else listing
@@ -233,7 +236,9 @@ def open_listed(form: Form, source: Path) -> Stored:
     require_labels(listing.path, files, label_of)
     order = sorted(files)
     shape, read = array_reader(listing, [files[file] for file in order])
-    return Stored(form, np.array([label_of[file] for file in order]), shape,
+    with reading(listing.path / "dataset.json", "a list of one class for each file", "correct it"):
+        labels = np.array([label_of[file] for file in order])
+    return Stored(form, labels, shape,
                   [listing.stamp(files[file]) for file in order], {"latents": read})
 
 
@@ -244,7 +249,7 @@ def open_pairs(form: Form, source: Path) -> Stored:
     if len(folders) != 1:
         raise ValueError(f"source={source} must hold one folder <name>_features and its <name>_labels, not "
                          f"{', '.join(features.name for features, _ in folders) or 'none'}: use a folder with one.")
-    features, labels = map(list_folder, folders[0])
+    features, labels = (list_folder(folder, links=False) for folder in folders[0])
     latents, label_files = files_of(features), files_of(labels)
     require_labels(source, latents, label_files)
     order = sorted(latents, key=lambda name: ([int(number) for number in re.findall(r"\d+", name)], name))
@@ -270,23 +275,27 @@ def open_pairs(form: Form, source: Path) -> Stored:
 
 def open_safetensors(form: Form, source: Path, latent_norm: bool) -> Stored:
     """Opens shards of latents, latents_flip (N, C, h, w) and labels (N,), and with `latent_norm` latents_stats.pt."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
     files = sorted(source.glob("*.safetensors"))
     if not files:
         folder = typed("source", source if source.is_dir() else source.parent)
         raise ValueError(f"source={source} is no folder of .safetensors: name one, as in {folder}.")
+    for file in files:
+        open_plain(file, links=False).close()
     require_one_set(source, files, "source")
     starts, labels, shapes = [0], [], None  # of one latent in each part
     for file in files:
         refuse_pointer(file)
-        try:
-            with safe_open(file, framework="pt") as shard:
-                parts = ["latents"] + [name for name in list(shard.keys()) if name == "latents_flip"]
-                sizes = [tuple(shard.get_slice(part).get_shape()) for part in parts]
-                labels.append(shard.get_tensor("labels").numpy())
-        except (SafetensorError, OSError, TypeError) as error:  # numpy raises TypeError for bfloat16
-            raise ValueError(f"{file} is not a complete safetensors file ({error}): copy it again.") from error
+        with reading(file, "a complete safetensors file"), safe_open(file, framework="pt") as shard:
+            parts = ["latents"] + [name for name in list(shard.keys()) if name == "latents_flip"]
+            slices = [shard.get_slice(part) for part in parts]
+            sizes = [tuple(part.get_shape()) for part in slices]
+            if complex_numbers := [part.get_dtype() for part in slices if part.get_dtype().startswith("C")]:
+                raise ValueError(f"its latents are complex numbers, {complex_numbers[0]}")
+            if math.prod(shard.get_slice("labels").get_shape()) > MOST_BYTES // 8:
+                raise ValueError(f"it has more than {MOST_BYTES // 8:,} labels")
+            labels.append(shard.get_tensor("labels").numpy())
         shapes, count = shapes or [size[1:] for size in sizes], labels[-1].size
         if labels[-1].ndim != 1 or sizes != [(count, *shape) for shape in shapes]:
             raise ValueError(f"{file} has {count} labels and latents {sizes}, but {files[0].name} latents {shapes}.")
@@ -338,9 +347,9 @@ def open_tars(form: Form, source: Path, kind: str | None) -> Stored:
         raise ValueError(f"source={source} has two latents of one name in a tar, or in two tars of one name.")
     require_labels(source, latents, classes)
     shape, read = array_reader(listing, [*latents.values()])
-    try:
-        labels = np.array([int(listing.read(classes[key])) for key in latents], np.int32)
-    except (ValueError, OverflowError) as error:
-        raise ValueError(f"source={source}: a .cls holds no class number ({error}): write 0, 1, 2 ….") from None
+    labels = np.empty(len(latents), np.int32)
+    for row, key in enumerate(latents):
+        with reading(f"source={source}: {key}.cls", "a class number", "write 0, 1, 2 …"):
+            labels[row] = int(listing.read(classes[key]))
     return Stored(replace(form, kind=kind, scaled=kind == "sample", log_variance=kind == "moments"), labels, shape,
                   [stamp_of(tar) for tar in tars], {"latents": read})

@@ -15,7 +15,7 @@ import torch
 from accelerate import PartialState
 from tqdm import tqdm
 
-from latents.folder import map_npy, row_types
+from latents.folder import mark_known, open_npy, row_types
 from latents.loader import read_ahead
 from runtime.files import atomic_write, lock_folder, remove, require_room, sha256, write_text
 from runtime.schema import read_json, typed
@@ -168,7 +168,7 @@ def read_records(
         try:
             record = read_json(out / f"record-{shard:05d}.json")
             for name, (shape, dtype) in types.items() if record["count"] else ():
-                map_npy(out / f"{name}-{shard:05d}.npy", (record["count"], *shape), dtype)
+                open_npy(out / f"{name}-{shard:05d}.npy", (record["count"], *shape), dtype)
             records.append(record)
         except (OSError, ValueError, LookupError, TypeError):  # absent or damaged
             records.append(None)
@@ -194,6 +194,7 @@ def finish(
     metadata = {"format": 1, "count": count, "dtype": "float16"} | metadata
     listed = [name for name, _ in reasons[:MOST_NAMES]]
     write_json(out / "metadata.json", metadata | {"shards": shards, "unreadable": listed})
+    mark_known(out / "metadata.json", [out / file for shard in shards for file in shard["sha256"]])
     clean_up(out, "record-*.json")
 
     if reasons:

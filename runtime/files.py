@@ -2,22 +2,24 @@
 
 import contextlib
 import errno
+import glob
 import hashlib
 import json
 import os
+import re
 import shutil
+import stat
 import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from tokenize import TokenError
 from typing import Any, BinaryIO
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from filelock import FileLock, Timeout
 
 MOST_BYTES = 2**28  # of a record, which is read into memory at once
-# What numpy raises for the header of an npy that is damaged, has sizes beyond 64 bits, or is nested without end.
-NPY_ERRORS = (ValueError, TypeError, OverflowError, RecursionError, MemoryError, TokenError)
+MOST_VALUES = 8_000_000  # of a record in JSON: Python needs up to 90 bytes for each, and ImageNet's labels are half
 
 
 @contextlib.contextmanager
@@ -25,12 +27,16 @@ def atomic_write(path: Path, synced: bool = True) -> Iterator[Path]:
     """Yields a path next to `path` for a new file or folder, and renames that to `path` once it is complete.
 
     Unless it is `synced`, only the caller's os.sync() makes it outlast a power cut. After a failed write `path` is as
-    it was. A kill may leave `.<name>.<pid>.tmp` and, between two renames, the folder that was at `path` as
-    `.<name>.<pid>.old.tmp`.
+    it was. A kill may leave `.<name>.<pid>.tmp`, which the next synced write to `path` removes, and, between two
+    renames, the folder that was at `path` as `.<name>.<pid>.old.tmp`. Raises ValueError in a folder that this process
+    has locked, and that is there no more.
     """
+    require_locked(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     remove(partial)
+    if synced:  # otherwise there are many files, and listing their folder for each would take long
+        remove_leftovers(path.parent, glob.escape(path.name))
     try:
         with naming_path(path):
             yield partial
@@ -48,6 +54,25 @@ def atomic_write(path: Path, synced: bool = True) -> Iterator[Path]:
         remove(partial)
 
 
+def remove_leftovers(folder: Path, names: str = "*") -> None:
+    """Removes what killed processes have left of files `names` (a glob), which `atomic_write` was writing there."""
+    for unfinished in folder.glob(f".{names}.*.tmp"):
+        process = re.search(r"\.(\d+)\.tmp$", unfinished.name)
+        if process and not is_running(int(process[1])):
+            remove(unfinished)
+
+
+def is_running(pid: int) -> bool:
+    """True if a process of this machine has this number; another may have it by now."""
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True
+
+
 def is_pointer(start: bytes) -> bool:
     """True for the first bytes of a Git LFS pointer, which replaces a large file in a clone without LFS."""
     return start.startswith(b"version https://git-lfs.github.com/spec/")
@@ -60,6 +85,30 @@ def refuse_pointer(file: Path) -> None:
     if is_pointer(file.read_bytes()):
         raise ValueError(f"{file} is a pointer of Git LFS, and the file itself was not downloaded: run "
                          f"git lfs install && git lfs pull in its repository, or hf download.")
+
+
+def open_plain(file: Path | str, links: bool = True) -> BinaryIO:
+    """Opens a plain file to read it.
+
+    Raises ValueError for a device or a pipe, which may never end, and for a link unless `links` are followed.
+    """
+    if not links and os.path.islink(file):
+        raise ValueError(f"{file} is a link: copy there what it points to")
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError(f"{file} is not a plain file")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_plain(file: Path | str, most: int = MOST_BYTES, links: bool = True) -> bytes:
+    """Reads a plain file; raises ValueError as `open_plain` does, and for more than `most` bytes."""
+    with open_plain(file, links) as opened:
+        size = os.fstat(opened.fileno()).st_size
+        content = b"" if size > most else opened.read()
+    if max(size, len(content)) > most:
+        raise ValueError(f"{file} has more than {most:,} bytes")
+    return content
 
 
 def require_room(out: Path, needed: int, remedy: str) -> None:
@@ -106,8 +155,8 @@ def write_text(path: Path, text: str) -> None:
 
 
 def is_inside(path: Path, folder: Path) -> bool:
-    """True if a path lies in a folder, and no link leads out of it."""
-    return path.resolve().is_relative_to(folder.resolve())
+    """True if a path lies in a folder, and no link leads out of it; False for a name that no file can have."""
+    return "\0" not in str(path) and path.resolve().is_relative_to(folder.resolve())
 
 
 def inside(folder: Path, *names: str) -> Path:
@@ -125,8 +174,9 @@ def inside(folder: Path, *names: str) -> Path:
 def open_to_append(path: Path) -> BinaryIO:
     """Opens a file of JSON lines to append to it.
 
-    Raises OSError for a link, which in somebody else's run may lead anywhere.
+    Raises OSError for a link, which in somebody else's run may lead anywhere, and ValueError as `atomic_write` does.
     """
+    require_locked(path)
     if path.is_symlink():
         raise OSError(errno.ELOOP, "it is a link, and rows are only appended to plain files", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -134,8 +184,8 @@ def open_to_append(path: Path) -> BinaryIO:
 
 
 def append_row(path: Path, row: dict) -> None:
-    """Appends a JSON line, after removing a last one that a kill has cut short."""
-    with naming_path(path), open_to_append(path) as file:
+    """Appends a JSON line, after removing a last one that a kill has cut short; no other writer of rows loses one."""
+    with naming_path(path), locked(path), open_to_append(path) as file:
         end = file.seek(0, os.SEEK_END)
         file.seek(max(0, end - 2**20))  # rows are shorter
         last = file.read().rpartition(b"\n")[2]
@@ -150,14 +200,16 @@ def append_row(path: Path, row: dict) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Lets one process at a time into the block for `path`, by a lock file `.<name>.lock` beside it.
+    """Lets one writer at a time into the block for the rows in `path`, by a lock file `.<name>.lock` beside it.
 
-    After a minute, or on a file system without locks, it prints a warning and continues, as a lock must not cost hours
-    of work.
+    A thread that is in the block may enter it again. After a minute, or on a file system without locks, it prints a
+    warning and continues, as a lock must not cost hours of work.
     """
-    lock = FileLock(path.with_name(f".{path.name}.lock"), fallback_to_soft=False)
+    require_locked(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path.with_name(f".{path.name}.lock"), fallback_to_soft=False, is_singleton=True)
     try:
-        lock.acquire(timeout=60)
+        lock.acquire(timeout=60, poll_interval=0.0002)
     except (NotImplementedError, OSError) as error:  # Timeout is one
         print(f"{path} cannot be locked ({error}): nothing keeps a second process from writing there.")
     try:
@@ -167,7 +219,15 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def parse_json(content: str | bytes) -> Any:
-    """Parses JSON, in UTF-8 or UTF-16; raises ValueError for anything else, and for a key that is given twice."""
+    """Parses JSON, in UTF-8 or UTF-16; raises ValueError for anything else, and for a key that is given twice.
+
+    It also raises ValueError for more than MOST_VALUES values.
+    """
+    # Each value but the first follows a comma, a bracket or a brace.
+    marks = (b",", b"[", b"{") if isinstance(content, bytes) else (",", "[", "{")
+    if len(content) > MOST_VALUES and sum(map(content.count, marks)) > MOST_VALUES:
+        raise ValueError(f"it holds more than {MOST_VALUES:,} values")
+
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(found := dict(pairs)) < len(pairs):
             raise ValueError(f"{max(keys := [key for key, _ in pairs], key=keys.count)!r} is given twice")
@@ -189,21 +249,49 @@ def read_rows(path: Path) -> list[dict]:
     return rows
 
 
+_locked_folders: WeakKeyDictionary[FileLock, tuple[str, os.stat_result]] = WeakKeyDictionary()
+
+
 def lock_folder(folder: Path, mistake: str) -> FileLock:
     """Locks a folder as long as this process refers to the lock; raises ValueError(mistake) if another one has it.
 
-    The same process gets its lock again, as a notebook may still refer to an interrupted run that it resumes. On a
-    file system without locks it prints a warning and continues.
+    As long as the lock is held, this process writes only to the folder that it has locked (`require_locked`). The same
+    process gets its lock again, as a notebook may still refer to an interrupted run that it resumes. On a file system
+    without locks it prints a warning and continues.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / ".lock", fallback_to_soft=False, is_singleton=True)  # a soft lock would outlive a kill
+    file = folder / ".lock"
+    lock = FileLock(file, fallback_to_soft=False, is_singleton=True)  # a soft lock would outlive a kill
+    if lock.is_locked and lock in _locked_folders and not is_same(file, _locked_folders[lock][1]):
+        lock.release(force=True)  # of a folder that was here before
     try:
         lock.acquire(timeout=0)
+        _locked_folders[lock] = os.path.abspath(folder), os.stat(file)
     except Timeout:
         raise ValueError(mistake) from None
     except (NotImplementedError, OSError) as error:
         print(f"{folder} cannot be locked ({error}): nothing keeps a second process from writing there.")
     return lock
+
+
+def is_same(file: Path, status: os.stat_result) -> bool:
+    """True if a path still is the file that had this status."""
+    try:
+        return os.path.samestat(os.stat(file), status)
+    except OSError:
+        return False
+
+
+def require_locked(path: Path) -> None:
+    """Raises ValueError where a path is in a folder that this process has locked, and that was moved or deleted since.
+
+    Otherwise a new folder of that name would take the rest of the files, without a lock.
+    """
+    for lock, (folder, status) in [*_locked_folders.items()]:
+        if lock.is_locked and Path(os.path.abspath(path)).is_relative_to(folder) and not is_same(
+                Path(folder, ".lock"), status):
+            raise ValueError(f"{folder} was moved, deleted or replaced while this command was writing there: it ends "
+                             f"before {path.name}. Bring the folder back, and run the same command again.")
 
 
 def write_array(archive: zipfile.ZipFile, key: str, parts: Iterable[np.ndarray], count: int) -> None:
@@ -214,14 +302,6 @@ def write_array(archive: zipfile.ZipFile, key: str, parts: Iterable[np.ndarray],
                 header = {"descr": part.dtype.str, "fortran_order": False, "shape": (count, *part.shape[1:])}
                 np.lib.format.write_array_header_1_0(file, header)
             file.write(part.tobytes())
-
-
-def read_array_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Reads the header of an npy file of any version: shape, whether in Fortran's order, and type."""
-    major, _ = np.lib.format.read_magic(file)
-    # Version 3 differs from 2 only in the encoding of field names, which plain numbers do not have.
-    read = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
-    return read(file)
 
 
 def sha256(path: Path) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from latents.listing import looks_like_image
 from runtime.device import describe_device
-from runtime.files import atomic_write, write_array
+from runtime.files import atomic_write, open_plain, parse_json, remove_leftovers, write_array
 from sampling.generate import Batch
 
 MOST_COLUMNS = 10  # of a grid, as a class may have many images
@@ -98,13 +98,13 @@ def read_sampling_record(path: Path) -> dict | None:
     """Reads the record that `save_image` or `write_npz` put into a file; None if the file has none."""
     try:
         if path.suffix == ".npz":
-            with zipfile.ZipFile(path) as archive:
+            with open_plain(path) as file, zipfile.ZipFile(file) as archive:
                 text = archive.comment
         else:
-            with PngImageFile(path) as image:  # the header only; Image.open refuses grids of many images
+            with open_plain(path) as file, PngImageFile(file) as image:  # the header; Image.open refuses large grids
                 text = image.info.get("sampling", "")
-        record = json.loads(text)
-    except (OSError, SyntaxError, ValueError, zipfile.BadZipFile):
+        record = parse_json(text)
+    except Exception:  # Pillow and zipfile each have their own for a file that is not ours
         return None
     return record if isinstance(record, dict) and "device" in record else None
 
@@ -141,8 +141,11 @@ def check_folder(folder: Path, name: str, overwrite: bool) -> list[Path]:
 def write_pngs(state: PartialState, batches: Iterable[Batch], folder: Path, name: str) -> None:
     """Consumes this rank's batches, and writes each image as `<seed>_<label>.png` while the next batch is sampled.
 
-    Each picture records the name of its set. A kill leaves fewer pictures, but no part of one.
+    Each picture records the name of its set. A kill leaves fewer pictures, but no part of one under a picture's name.
     """
+    if state.is_main_process:
+        remove_leftovers(folder, "*_*.png")
+    state.wait_for_everyone()  # before any rank writes there, also a picture of a name that was removed
     record = {**describe_device(state.device), "set": name}
 
     def write(seed: int, label: int, image: np.ndarray) -> None:

@@ -6,8 +6,6 @@ Stored images come from a folder, a zip, tars, parquet files, an npz or an npy, 
 import hashlib
 import math
 import os
-import zipfile
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +28,7 @@ from latents.folder import open_latents
 from latents.images import open_source
 from rf import RF
 from runtime import files
+from runtime.untrusted import Arrays, read_header, reading
 from sampling.checks import sampler_settings
 from sampling.generate import SAMPLING_VERSION, generate, sampling_cost
 from weights import autoencoders
@@ -119,37 +118,31 @@ def require_array(key: str, path: str | None) -> None:
 
 def open_array(key: str, path: str) -> StoredImages:
     """Opens the images of an npy, or under arr_0 of an npz; each is read when it is needed."""
-    kind = Path(path).suffix
-    files.refuse_pointer(Path(path))
-    try:
+    kind, file, place = Path(path).suffix[1:], Path(path), f"{key}={path}"
+    files.refuse_pointer(file)
+    with reading(place, f"a complete {kind} of images"):
+        arrays = None if kind == "npy" else Arrays(file)
+    if arrays and "arr_0" not in arrays.infos:
+        raise ValueError(f"{place} holds {', '.join(arrays.infos) or 'nothing'}, but no images: they are uint8 "
+                         f"(N, H, W, 3) under arr_0.")
+    with reading(place, f"a complete {kind} of images, uint8 (N, H, W, 3) in C order"):
         # Both remain open, as `read` uses them.
-        archive = None if kind == ".npy" else zipfile.ZipFile(path)
-        file = archive.open("arr_0.npy") if archive else open(path, "rb")  # noqa: SIM115
-        stored = archive.getinfo("arr_0.npy").file_size if archive else os.path.getsize(path)
-        shape, fortran, dtype = files.read_array_header(file)
-        first, size = file.tell(), math.prod(shape[1:])
-        if not dtype.hasobject and stored < first + math.prod(shape):
-            raise EOFError("it ends early")
-    except KeyError as error:
-        raise ValueError(f"{key}={path} holds {', '.join(archive.namelist()) or 'nothing'}, but no images: they are "
-                         f"uint8 (N, H, W, 3) under arr_0.") from error
-    except (*files.NPY_ERRORS, zipfile.BadZipFile, zlib.error, NotImplementedError, EOFError) as error:
-        raise ValueError(f"{key}={path} is not a complete {kind[1:]} of images ({error}).") from error
-    if dtype != np.uint8 or fortran or len(shape) != 4 or shape[3] != 3 or min(shape) < 1:
-        what = ("Python objects as a pickle, which can run code and is never loaded" if dtype.hasobject else
-                f"an array of {dtype} {shape}")
-        raise ValueError(f"{key}={path} holds {what}; images are uint8 (N, H, W, 3) in C order, as "
-                         f"np.ascontiguousarray(array) has it.")
+        opened = arrays.open("arr_0") if arrays else files.open_plain(file)
+        stored = arrays.infos["arr_0"].file_size if arrays else os.path.getsize(file)
+        shape, fortran, dtype = read_header(opened, stored)
+        if dtype != np.uint8 or fortran or len(shape) != 4 or shape[3] != 3 or min(shape) < 1:
+            raise ValueError(f"it holds an array of {dtype} {shape}{' in Fortran order' * fortran}")
+        first, size = opened.tell(), math.prod(shape[1:])
+        if size > files.MOST_BYTES:
+            raise ValueError(f"its images are {shape[2]}x{shape[1]}")
 
     def read(indices: np.ndarray) -> Tensor:
         pixels = bytearray()
-        try:
+        with reading(place, f"complete before image {indices[-1] + 1}"):
             for index in indices.tolist():
-                file.seek(first + index * size)  # in a zip this reads all between, and starts over to go back
-                pixels += file.read(size)
+                opened.seek(first + index * size)  # in a zip this reads all between, and starts over to go back
+                pixels += opened.read(size)
             return torch.frombuffer(pixels, dtype=torch.uint8).view(len(indices), *shape[1:])
-        except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
-            raise ValueError(f"{key}={path} is damaged before image {indices[-1] + 1} ({error}).") from error
 
     record = {"path": str(path), "sha256": files.sha256(Path(path)), "size": list(shape[1:3]), "order": "as stored"}
     return StoredImages(shape[0], read, record)

@@ -46,9 +46,9 @@ def probe(stored: Stored, source: str) -> None:
 
     Raises ValueError if they are not finite or their root mean square is far from 1.
     """
-    form = stored.form
+    form, most = stored.form, max(1, 2**26 // math.prod(stored.shape))  # numbers in memory
     rows = [finite(convert(form, torch.as_tensor(read(index, index + 1))), source, index)
-            for index in spread(len(stored.labels), NUM_PROBED).tolist() for read in stored.sides.values()]
+            for index in spread(len(stored.labels), min(NUM_PROBED, most)).tolist() for read in stored.sides.values()]
     values, scale = torch.cat(rows).double().numpy(), form.convention.scale
     check_kind(values, form.kind, f"source={source}",
                f"set {'kind=moments (for format=tread)' if form.kind == 'sample' else 'format='}, or write them anew.")

@@ -338,7 +338,7 @@ def test_an_npz_is_read_in_any_order_and_damage_raises_a_one_line_error(write, t
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
     stored = image_sets.open_array("images", str(path))
-    with pytest.raises(ValueError, match="images.npz is damaged before image 40"):
+    with pytest.raises(ValueError, match="images.npz is not complete before image 40"):
         stored.read(np.arange(40))
     path.write_bytes(content[: len(content) // 2])
     with pytest.raises(ValueError, match="images.npz is not a complete npz"):

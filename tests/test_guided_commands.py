@@ -1,5 +1,6 @@
 """rf.py, sample.py and fid.py take the same guidance; what it costs is what torch's flop counter says."""
 
+import json
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -136,12 +137,27 @@ def test_scores_say_how_they_were_guided(run, reference, tmp_path):
     assert plain["source"]["multiply_adds"] == {"linear": 2 * linear, "attention": 2 * attention}
 
 
-def test_several_scales_and_ratios_are_scored_by_one_command(run, reference, tmp_path, monkeypatch):
+def test_several_scales_and_ratios_are_scored_by_one_command_and_those_that_are_scored_skipped(
+    run, reference, tmp_path, monkeypatch, capsys,
+):
     monkeypatch.chdir(tmp_path)
-    command("fid", "--multirun", f"checkpoint={shutil.copytree(run, tmp_path / 'run')}", f"reference={reference}",
-            "features=pixels", "num_samples=6", "num_steps=2", "guidance=tread", "gamma1=0", "scale=1.5,2",
-            "gamma2=0.5,[0.9,0.3]")
-    rows = files.read_rows(tmp_path / "run/results.jsonl")
+    monkeypatch.setattr("scoring.results.commit", lambda: "abc")
+    results = tmp_path / "run/results.jsonl"
+    sweep = ["--multirun", f"checkpoint={shutil.copytree(run, tmp_path / 'run')}", f"reference={reference}",
+             "features=pixels", "num_samples=6", "num_steps=2", "guidance=tread", "gamma1=0", "scale=1.5,2",
+             "gamma2=0.5,[0.9,0.3]"]
+    command("fid", *sweep)
+    rows = files.read_rows(results)
+    results.write_text("".join(json.dumps(row) + "\n" for row in rows[:3]))  # as if killed in the last score
+    capsys.readouterr()
+    command("fid", *sweep)
+    again = files.read_rows(results)
+    assert again[:3] == rows[:3] and [row["metrics"] for row in again] == [row["metrics"] for row in rows]
+    assert capsys.readouterr().out.count(f"scored before, in {results}. To score them again, set tag=<another>") == 3
+    monkeypatch.setattr("scoring.results.commit", lambda: "abc-dirty")  # the code may be another each time
+    for _ in range(2):
+        command("fid", *sweep[1:-2], "scale=2", "gamma2=0.5")
+    assert len(files.read_rows(results)) == 6
     points = [(row["source"]["guidance"]["scale"], row["source"]["guidance"]["gamma2"]) for row in rows]
     assert points == [(1.5, 0.5), (1.5, [0.9, 0.3]), (2, 0.5), (2, [0.9, 0.3])]
     assert {path.name for path in tmp_path.iterdir()} == {"run"}, "Hydra leaves no folder"

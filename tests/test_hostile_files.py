@@ -23,7 +23,7 @@ import fid
 import sample
 import train
 from dit import DiT
-from latents.folder import map_npy, open_latents
+from latents.folder import open_latents, open_npy
 from runtime import files
 from scoring.features import load_extractor
 from scoring.image_sets import open_images
@@ -100,10 +100,10 @@ PICKLES = {  # where one is: what writes it in a folder, what reads it there, wh
                       lambda at: import_latents(at / "repa", at / "out", "repa"), NEVER),
     "reference": (lambda at: np.savez(at / "x.npz", mu=HARM, sigma=np.eye(192)),
                   lambda at: open_reference(one_rank(), at / "x.npz", load_extractor(one_rank(), "pixels")),
-                  f"it is damaged, or holds pickled Python objects, {NEVER}"),
+                  f"it holds pickled Python objects, {NEVER}"),
     "images": (lambda at: np.save(at / "x.npy", HARM),
                lambda at: open_images(one_rank(), "reference", str(at / "x.npy")),
-               "x.npy holds Python objects as a pickle, which can run code and is never loaded; images"),
+               f"uint8 (N, H, W, 3) in C order (it holds pickled Python objects, {NEVER})"),
 }
 
 
@@ -242,7 +242,7 @@ def test_the_header_of_an_array_may_say_anything(tmp_path, header):
         archive.write(tmp_path / "x.npy", "arr_0.npy")
     for name in ("x.npy", "x.npz"):
         assert in_a_line(lambda name=name: open_images(one_rank(), "images", str(tmp_path / name)).read(np.arange(2)))
-    assert in_a_line(map_npy, tmp_path / "x.npy", [(2, 8, 8, 3)], ["uint8"])
+    assert in_a_line(open_npy, tmp_path / "x.npy", [(2, 8, 8, 3)], ["uint8"])
 
 
 @pytest.mark.parametrize("where", ["../outside.npy", "sub/../latents-00000.npy", "/absolute", "link"])

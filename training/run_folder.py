@@ -1,6 +1,5 @@
 """A run's folder: its lock, how checkpoints are saved and resumed, and what is discarded after the resumed step."""
 
-import contextlib
 import json
 import math
 import time
@@ -358,16 +357,15 @@ def write_settings(run: Run) -> None:
 
 def discard_after(run_dir: Path, step: int) -> None:
     """Discards what a run wrote after `step`, which it now repeats: damaged checkpoints, grids, metrics, scores."""
+    for path in (run_dir / "results.jsonl", run_dir / "metrics.jsonl"):
+        with files.locked(path):  # fid.py may be adding a row
+            rows = "".join(json.dumps(row) + "\n" for row in files.read_rows(path) if training_step(row) <= step)
+            if path.is_file() and rows.encode() != path.read_bytes():
+                files.write_text(path, rows)
     checkpoints.set_aside_after(run_dir, step)
     for picture in (run_dir / "samples").glob("step-" + 8 * "[0-9]" + ".png"):
         if int(picture.stem.removeprefix("step-")) > step:
             picture.unlink()
-    for path in (run_dir / "metrics.jsonl", run_dir / "results.jsonl"):
-        shared = path.name == "results.jsonl" and path.is_file()  # fid.py may be adding a row
-        with files.locked(path) if shared else contextlib.nullcontext():
-            rows = "".join(json.dumps(row) + "\n" for row in files.read_rows(path) if training_step(row) <= step)
-            if path.is_file() and rows.encode() != path.read_bytes():
-                files.write_text(path, rows)
 
 
 def training_step(row: dict) -> int:

@@ -3,14 +3,20 @@
 Nothing here changes what is saved: parameters keep their names and their float32 values.
 """
 
+import contextlib
 import functools
 import importlib.util
 import inspect
 import logging
+import os
+import struct
+import sys
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import GradientAccumulationPlugin
+from filelock import FileLock, Timeout
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -51,9 +57,41 @@ def compile_blocks(model: DiT, how: bool | str) -> None:
     torch._dynamo.config.optimize_ddp = False
     # On a CPU, GELU's tanh takes a tenth of a step less as exponentials than by the compiler's default.
     torch._inductor.config.cpp.use_decompose_tanh = True
+    remove_unfinished_libraries()
     mode = None if how is True else CUDA_GRAPHS.get(how, how)
     for block in model.blocks:
         block.forward = torch.compile(block.forward, dynamic=False, mode=mode)
+
+
+def remove_unfinished_libraries() -> None:
+    """Removes what a stopped compilation has left in torch's cache, which would fail at each start; prints a line.
+
+    The linker writes a library under its final name, and torch takes any that is there. A library that a running
+    process writes is locked, and stays.
+    """
+    from torch._inductor.runtime.cache_dir_utils import cache_dir  # slow
+
+    cache, removed = Path(cache_dir()), []
+    for file in cache.glob("*/*.so"):
+        with contextlib.suppress(Timeout, OSError):  # another process compiles it, or has removed it
+            if not is_complete(file):
+                with FileLock(cache / "locks" / f"{file.name.partition('.')[0]}.lock").acquire(timeout=0):
+                    if not is_complete(file):
+                        file.unlink()
+                        removed.append(file.name)
+    if removed:
+        print(f"A stopped compilation had left {len(removed)} unfinished files in {cache}: they are removed, and "
+              f"compiled again.")
+
+
+def is_complete(library: Path) -> bool:
+    """True unless a shared library is empty, or ends before the table of sections that its ELF header announces."""
+    with open(library, "rb") as file:
+        header, size = file.read(64), file.seek(0, os.SEEK_END)
+    if len(header) < 64 or header[:4] != b"\x7fELF":
+        return any(header) and sys.platform != "linux"
+    table, *_, row, rows = struct.unpack_from("<QIHHHHH", header, 40)  # of a 64-bit file
+    return 0 < table and table + row * rows <= size
 
 
 def compile_to_sample(

@@ -76,6 +76,7 @@ class Missing(ValueError):
 # ---- which network of a file ----------------------------------------------------------------------------------------
 
 FIRST_LAYERS = ("x_embedder.proj.weight", "pos_embed.proj.weight")  # of a DiT, and of diffusers' DiT
+MOST_POSITIONS = 2**25  # numbers in a position embedding: 29,000 tokens of XL/2, for images of 2,700 pixels
 WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}  # of DDP, compile, FSDP
 # What files carry beside the network: REPA's heads, which only training reads, autoencoders, and EMA counters.
 BESIDE = re.compile(r"(projectors|vae|first_stage_model|model_ema)\.|"
@@ -106,8 +107,8 @@ def networks_in(content: object) -> dict[str, dict[str, Tensor]]:
         tensors = {".".join(part for part in key.split(".") if part not in WRAPPERS): value
                    for key, value in (node.items() if isinstance(node, Mapping) else ())
                    if isinstance(key, str) and isinstance(value, Tensor)}
-        prefixes = tuple(key.removesuffix(layer) for key in tensors for layer in FIRST_LAYERS
-                         if f".{key}".endswith(f".{layer}"))
+        prefixes = tuple(key.removesuffix(layer) for key, value in tensors.items() for layer in FIRST_LAYERS
+                         if f".{key}".endswith(f".{layer}") and value.ndim == 4)
         for prefix in prefixes:
             networks[f"{place}.{prefix}".strip(".")] = {
                 key.removeprefix(prefix): value for key, value in tensors.items()
@@ -338,7 +339,10 @@ def read(
         if "input_size" not in sizes:
             raise Missing("input_size", "<side of the latents>", 2 * patch, "it holds no pos_embed, and no config.json "
                           "is beside it: set input_size=, such as 32 for images of 256 pixels")
-        state["pos_embed"] = sincos_2d(width, sizes["input_size"] // patch)
+        if (side := sizes["input_size"] // patch) ** 2 * width > MOST_POSITIONS:
+            raise ValueError(f"latents of side {sizes['input_size']} would have {side**2:,} tokens: set input_size=, "
+                             f"or correct sample_size in the config.json beside it")
+        state["pos_embed"] = sincos_2d(width, side)
     fused = {key: state.pop(key) for key in [*state] if name == "ours" and key.startswith("router.")}
     counts = [*found.get("num_classes", ()), *found.get("num_embeds_ada_norm", ())]
     classes = count_classes(len(state.get("y_embedder.embedding_table.weight", ())), num_classes, counts)

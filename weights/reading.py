@@ -11,42 +11,90 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from runtime.files import refuse_pointer
+from runtime.files import open_plain, refuse_pointer
 from runtime.schema import first_line
+from runtime.untrusted import reading
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin")
 PYTHON = "python:"  # python:module.function
+MOST_PICKLED = 2**23  # bytes of the pickle in a .pt, each of which may become a list; 1,000 tensors take 200,000
 
 
 def from_hub(repo: str, *names: str, remedy: str) -> Path:
     """Returns the folder with files of a Hugging Face repository, downloaded once; raises ValueError with a remedy."""
     from huggingface_hub import hf_hub_download
 
+    empty: list[Path] = []  # which a full disk or a power cut leaves in the cache
     for cached_only in (True, False):  # files in the cache need no network
         try:
-            [*_, last] = [hf_hub_download(repo, name, local_files_only=cached_only) for name in names]
-            return Path(last).parent
+            found = [Path(hf_hub_download(repo, name, local_files_only=cached_only, force_download=bool(empty)))
+                     for name in names]
+            if not (empty := [file for file in found if not file.stat().st_size]):
+                return found[-1].parent
         except Exception as error:  # huggingface_hub and its HTTP client each raise their own
             if not cached_only:
-                raise ValueError(f"{' and '.join(names)} of {repo} could not be downloaded from the Hugging Face hub "
-                                 f"({first_line(error)}): {remedy}") from error
+                why = f"{empty[0]} is empty, and " if empty else ""
+                raise ValueError(f"{why}{' and '.join(names)} of {repo} could not be downloaded from the Hugging Face "
+                                 f"hub ({first_line(error)}): {remedy}") from error
+    raise ValueError(f"{empty[0]} is empty, as {repo} has it: {remedy}")
 
 
 def read_tensors(file: Path) -> object:
-    """Reads a .safetensors file, or a .pt or .ckpt of tensors and plain values; no code in it is run."""
+    """Reads a .safetensors file, or a .pt or .ckpt of tensors and plain values; no code in it is run.
+
+    Tensors are ordinary ones, with no more elements than their storage, in nested dicts and lists. Text and numbers are
+    kept, and of anything else only the name of its type.
+    """
     refuse_pointer(file)
-    try:
+    with reading(file, "a file of weights", "copy it again, or save its state dict as .safetensors where it was made"):
+        open_plain(file).close()
         if file.suffix == ".safetensors":
             with safe_open(file, "pt") as opened:
                 names = opened.metadata() or {}  # save_model stores one of the tensors that share memory, and all names
             tensors = load_file(file)
             return tensors | {name: tensors[kept] for name, kept in names.items() if kept in tensors}
+        if is_zip := zipfile.is_zipfile(file):
+            check_archive(file)
         # DiT's train.py saves an argparse.Namespace with the weights: a bag of plain values, safe to build.
         with torch.serialization.safe_globals([argparse.Namespace]):
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except Exception as error:  # torch, safetensors, zipfile and pickle each raise their own
-        raise ValueError(f"{file} cannot be read as weights: {first_line(error)}. Copy it again, or save its state "
-                         f"dict as .safetensors where it was made.") from error
+            return plain(torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip), {})
+
+
+def check_archive(file: Path) -> None:
+    """Raises ValueError for a .pt whose members are packed, or with a pickle that would take more than a gigabyte."""
+    with zipfile.ZipFile(file) as archive:
+        infos = archive.infolist()
+    for info in infos:
+        if info.compress_type != zipfile.ZIP_STORED:
+            raise ValueError(f"{info.filename} is compressed, as torch.save never does")
+        if info.filename.endswith("/data.pkl") and info.file_size > MOST_PICKLED:
+            raise ValueError(f"{info.filename} has {info.file_size:,} bytes, more than {MOST_PICKLED:,}")
+
+
+def plain(value: object, seen: dict[int, object]) -> object:
+    """Keeps dicts, lists, tensors, text and numbers of what a pickle held; raises ValueError for a tensor that lies.
+
+    `seen` has what was converted before, as one object may lie in many places, or in itself.
+    """
+    if isinstance(value, argparse.Namespace):
+        value = vars(value)
+    if isinstance(value, torch.Tensor):
+        if value.layout != torch.strided or value.is_meta or value.is_quantized or value.is_nested:
+            raise ValueError(f"it holds a tensor of {tuple(value.shape)} that is sparse, quantized or without values")
+        if value.numel() * value.element_size() > value.untyped_storage().nbytes():
+            raise ValueError(f"it holds a tensor of {tuple(value.shape)}, which has more elements than are stored")
+        return value
+    if isinstance(value, Mapping | list | tuple):
+        if id(value) not in seen:  # while its items are converted, it may be met again
+            seen[id(value)] = kept = {} if isinstance(value, Mapping) else []
+            if isinstance(value, Mapping):
+                kept.update((key, plain(item, seen)) for key, item in value.items())
+            else:
+                kept.extend(plain(item, seen) for item in value)
+        return seen[id(value)]
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    return type(value).__name__
 
 
 def check_finite(state: Mapping[str, Tensor], whose: object) -> None:

@@ -119,7 +119,7 @@ def test_tars_that_are_cut_short_and_links_in_tars_are_refused(tmp_path):
         link.type, link.linkname = tarfile.LNKTYPE, "cat/1.png"
         archive.addfile(link)
     refused(lambda: open_source(tmp_path / "endless.tar"), "endless.tar is not a complete, uncompressed tar")
-    refused(lambda: open_source(tmp_path / "good.tar"), "cat/link.png, a link or device", "tar --dereference --hard")
+    refused(lambda: open_source(tmp_path / "good.tar"), "cat/link.png, a link, device", "tar --dereference --hard")
 
 
 def test_names_that_no_code_page_is_known_for_are_refused(tmp_path):

@@ -17,6 +17,8 @@ import random
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,17 +27,19 @@ from pathlib import Path
 
 import pytest
 import world
-from forked import Changes, Ended, Life, killing
+from conftest import ROOT
+from forked import Changes, Command, Ended, Life, killing
 
 from latents import writer
 from runtime import files
 from runtime.command import commit
+from training.speed import is_complete
 from weights import checkpoint as checkpoints
 
 pytestmark = [pytest.mark.rig, pytest.mark.timeout(0)]
 KILLS, SEED = int(os.environ.get("RIG_KILLS", 20)), int(os.environ.get("RIG_SEED", 0))
 WRITES = int(os.environ.get("RIG_WRITES", 10**6))
-COMMANDS = ("train", "prepare_latents", "import_latents", "fid")
+TASKS = ("train", "prepare_latents", "import_latents", "fid", "sample npz", "sample pngs")
 LIMIT = 300  # seconds of a life; one that takes longer hangs
 CLOCK = {"img_per_sec", "sec_per_step", "peak_memory_gib", "elapsed_s", "seconds", "finished", "run_id",
          "resumed_images"}  # what two equal runs differ in
@@ -133,7 +137,8 @@ def tasks(tmp_path_factory) -> dict[str, Task]:
     """The commands, of a second or two each, with what they leave undisturbed."""
     place = tmp_path_factory.mktemp("kills")
     assert Life(partial(world.make, place)).wait(LIMIT).code == 0
-    made = {name: Task(name, typed, place / f"new-{name}", reached, name != "fid") for name, typed, reached in (
+    made = {name: Task(name.partition(" ")[0], typed, place / f"new-{name.replace(' ', '-')}", reached, name != "fid")
+            for name, typed, reached in (
         ("train", ["run_dir=new-train", "steps=4", "log.every=2", "checkpoint.every=2", "checkpoint.keep_last=1",
                    "checkpoint.keep_every=4", "samples.every=4", "samples.seeds=0-3", "samples.num_steps=1",
                    "evaluate.every=4", "evaluate.reference=images.npz", "evaluate.metrics=[fd_pixels]",
@@ -141,10 +146,12 @@ def tasks(tmp_path_factory) -> dict[str, Task]:
         ("prepare_latents", ["source=shapes", "shapes.count=60", "shard_size=16", "batch_size=8", "mirror=true",
                              "out=new-prepare_latents"], shards_done),
         ("import_latents", ["shard_size=1", "out=new-import_latents"], shards_done),
-        ("fid", ["images=images.npz", "batch_size=1", "results=new-fid/results.jsonl"], lambda out: 0))}
+        ("fid", ["images=images.npz", "batch_size=1", "results=new-fid/results.jsonl"], lambda out: 0),
+        ("sample npz", ["seeds=0-7", "num_steps=1", "batch_size=2", "out=new-sample-npz/x.npz"], lambda out: 0),
+        ("sample pngs", ["seeds=0-7", "num_steps=1", "batch_size=2", "out=new-sample-pngs/set"], lambda out: 0))}
     commit()  # which is cached: it must not change while somebody works in the checkout
     for name, task in made.items():
-        world.entry_of(name)  # imported once, for all lives
+        world.entry_of(task.command)  # imported once, for all lives
         for _ in range(2):  # two undisturbed lives must agree
             task.clear()
             ended = start(task).wait(LIMIT)
@@ -174,7 +181,7 @@ def failing(at: int, number: int) -> Callable:
 
 
 @pytest.mark.parametrize(("name", "number"), [
-    *((name, signal.SIGKILL) for name in COMMANDS), ("train", signal.SIGTERM),
+    *((name, signal.SIGKILL) for name in TASKS), ("train", signal.SIGTERM),
 ])  # fmt: skip
 def test_a_command_that_is_killed_again_and_again_leaves_the_files_of_an_undisturbed_one(tasks, name, number):
     task, rng = tasks[name], random.Random(f"{SEED} {name} {number}")
@@ -226,7 +233,7 @@ def fail_each_write(task: Task, number: int, most: int, *meddle: Callable[[], No
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["ENOSPC", "EIO"])
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", TASKS)
 def test_each_failed_write_ends_in_a_one_line_error_and_the_next_run_leaves_equal_files(tasks, name, number):
     fail_each_write(tasks[name], number, WRITES)
 
@@ -242,3 +249,96 @@ def test_the_rig_finds_a_command_whose_files_can_be_halved(tasks):
 
     with pytest.raises(AssertionError, match="ENOSPC at change"):
         fail_each_write(tasks["import_latents"], errno.ENOSPC, 10**6, write_in_place)
+
+
+# ---- two ranks ------------------------------------------------------------------------------------------------------
+
+
+def test_two_ranks_of_which_one_or_both_are_killed_leave_the_files_of_undisturbed_ones(tmp_path):
+    assert Life(partial(world.make, tmp_path)).wait(LIMIT).code == 0
+    kinds = {"train": (["train.py", *settings_of("train", tmp_path, "data.path=latents", "steps=6", "batch_size=6",
+                                                  "log.every=2", "checkpoint.every=2")], last_step),
+             "prepare": (["scripts/prepare_latents.py", f"source={tmp_path / 'four'}", "labels=none", "resolution=8",
+                          "autoencoder=identity", "shard_size=1", f"out={tmp_path / 'new-prepare'}"], shards_done)}
+    rng = random.Random(f"{SEED} two ranks")
+    for name, (typed, reached) in kinds.items():
+        task = Task(name, typed, tmp_path / f"new-{name}", reached)
+
+        def begin(typed=typed) -> Command:
+            return Command(str(ROOT / typed[0]), *typed[1:], ranks=2)
+
+        began, life = time.monotonic(), begin()
+        life.communicate()
+        assert life.returncode == 0
+        task.wanted, seconds, kills, ended = task.content(), time.monotonic() - began, 0, 0
+        task.clear()
+        while kills < KILLS or not ended:
+            life, before = begin(), reached(task.out)
+            if kills < KILLS:
+                time.sleep(rng.uniform(0, seconds))
+                for process in rng.choice([life.processes[:1], life.processes[1:], life.processes]):
+                    process.kill()
+                kills += 1
+            printed = "".join(life.communicate())
+            assert reached(task.out) >= before, printed
+            if ended := life.returncode == 0:
+                assert not task.differs_in(), f"after {kills} kills: {task.differs_in()} {printed}"
+                task.clear()
+        print(f"{name} on two ranks: {kills} kills, all equal in the end")
+
+
+def settings_of(command: str, place: Path, *typed: str) -> list[str]:
+    """The settings with which a command works in the folder, with absolute paths."""
+    keys = {setting.partition("=")[0] for setting in typed}
+    every = [*typed, *(one for one in world.WORKING[command] if one.partition("=")[0] not in keys)]
+    places = {"data.path": place / "latents", "run_dir": place / f"new-{command}"}
+    return [f"{key}={places.get(key, value)}" for key, _, value in (one.partition("=") for one in every)]
+
+
+# ---- compiling ------------------------------------------------------------------------------------------------------
+
+COMPILED = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch
+from dit import DiT
+from training.speed import compile_blocks
+net = DiT(input_size=4, patch_size=2, in_channels=3, hidden_size=16, depth=1, num_heads=2, num_classes=3)
+compile_blocks(net, True)
+net(torch.randn(2, 3, 4, 4), torch.rand(2), torch.tensor([0, 1])).sum().backward()
+"""
+
+
+def test_a_process_that_is_killed_while_torch_compiles_starts_again(tmp_path):
+    rng, cache, kills, half = random.Random(f"{SEED} compile"), tmp_path / "cache", 0, 0
+
+    def unfinished() -> list[Path]:
+        return [file for file in cache.glob("*/*.so") if file.exists() and not is_complete(file)]
+
+    def begin() -> subprocess.Popen:
+        return subprocess.Popen([sys.executable, "-c", COMPILED, str(ROOT)], start_new_session=True, text=True,
+                                env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)},
+                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+    began, life = time.monotonic(), begin()
+    assert life.wait() == 0, life.stdout.read()
+    seconds = time.monotonic() - began
+    shutil.rmtree(cache)
+    while kills < min(KILLS, 20):
+        life, began, number = begin(), time.monotonic(), rng.choice([signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+        moment, at_link = rng.uniform(0.3, 1) * seconds, rng.random() < 0.5     # importing torch takes the first third
+        while life.poll() is None and time.monotonic() - began < moment and not (at_link and unfinished()):
+            time.sleep(0.001)
+        if life.poll() is None:
+            os.killpg(life.pid, number)
+            kills += 1
+        printed, _ = life.communicate()
+        assert life.returncode in (0, 1, -number), printed      # 1: KeyboardInterrupt within the compiler
+        half += bool(unfinished())
+        if life.returncode == 0 or rng.random() < 0.5:
+            life = begin()
+            printed, _ = life.communicate()
+            assert life.returncode == 0 and not unfinished(), f"after {kills} kills: {printed}"
+            assert bool(half) >= ("unfinished files" in printed), printed
+            shutil.rmtree(cache)
+    print(f"compiling: {kills} kills, {half} of them left an unfinished library")

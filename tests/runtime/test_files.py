@@ -1,14 +1,18 @@
 """A file written by atomic_write is the old or the new, whenever a process is killed; rows are appended in full."""
 
 import itertools
+import os
+import shutil
 import signal
+import threading
 
 import pytest
 from conftest import PATIENCE
 from filelock import FileLock
 from forked import Changes, Life, killing
 
-from runtime.files import append_row, atomic_write, lock_folder
+from runtime.files import append_row, atomic_write, lock_folder, locked, read_rows, remove_leftovers, write_text
+from training.run_folder import discard_after
 
 
 def fill(folder, text: str) -> None:
@@ -58,3 +62,70 @@ def test_a_process_gets_the_lock_of_a_folder_again_and_another_process_does_not(
         FileLock(tmp_path / ".lock").acquire(timeout=0)
 
     assert "Timeout" in Life(live).wait(PATIENCE).printed
+
+
+def ended_process() -> int:
+    """The number of a process that has ended."""
+    life = Life(lambda: None)
+    life.wait(PATIENCE)
+    return life.pid
+
+
+def test_the_next_write_removes_what_a_killed_one_has_left_of_its_file_and_nothing_else(tmp_path):
+    dead, others = ended_process(), [".y.npz.1.tmp", ".x.npz.tmp", f".x.npz.{os.getppid()}.tmp", "x.npz.1.tmp"]
+    for name in (f".x.npz.{dead}.tmp", f".yx.npz.{dead}.tmp", *others):
+        (tmp_path / name).write_text("half")
+    (tmp_path / f".x.npz.{dead}.old.tmp").mkdir()  # the folder that a write was replacing, which may be the only copy
+    write_text(tmp_path / "x.npz", "new")
+    kept = {*others, "x.npz", f".yx.npz.{dead}.tmp", f".x.npz.{dead}.old.tmp"}
+    assert {path.name for path in tmp_path.iterdir()} == kept
+    remove_leftovers(tmp_path, "*.npz")
+    assert {path.name for path in tmp_path.iterdir()} == kept - {f".yx.npz.{dead}.tmp"}
+
+
+def test_no_writer_of_rows_loses_the_row_of_another(tmp_path):
+    path = tmp_path / "results.jsonl"
+
+    def append(tag: int) -> None:
+        for i in range(100):
+            append_row(path, {"tag": tag, "i": i, "pad": "x" * 3000})
+
+    lives = [Life(lambda tag=tag: append(tag)) for tag in range(2)]
+    while any(life.process.is_alive() for life in lives):
+        append_row(path, {"source": {"in_training": True, "step": 9}})
+        discard_after(tmp_path, 5)
+    assert [life.wait(PATIENCE).code for life in lives] == [0, 0]
+    rows = sorted((row["tag"], row["i"]) for row in read_rows(path))
+    assert rows == [*itertools.product(range(2), range(100))]
+
+
+def test_a_thread_enters_its_own_lock_again_and_another_waits(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    with locked(path):
+        append_row(path, {"a": 1})
+        other = threading.Thread(target=append_row, args=(path, {"a": 2}))
+        other.start()
+        other.join(0.2)
+        assert read_rows(path) == [{"a": 1}]
+    other.join(PATIENCE)
+    assert read_rows(path) == [{"a": 1}, {"a": 2}]
+
+
+@pytest.mark.parametrize("change", [
+    lambda folder: folder.rename(folder.with_name("moved")), shutil.rmtree,
+    lambda folder: [folder.rename(folder.with_name("moved")), shutil.copytree(folder.with_name("moved"), folder)],
+], ids=["moved", "deleted", "replaced"])  # fmt: skip
+def test_nothing_is_written_to_a_locked_folder_that_was_moved_deleted_or_replaced(tmp_path, change):
+    folder = tmp_path / "run"
+    lock = lock_folder(folder, "mistake")
+    append_row(folder / "rows.jsonl", {"a": 1})
+    change(folder)
+    for write in (lambda: append_row(folder / "rows.jsonl", {"a": 2}), lambda: write_text(folder / "sub/x", "x"),
+                  lambda: discard_after(folder, 0)):
+        with pytest.raises(ValueError, match="run was moved, deleted or replaced while this command was writing there"):
+            write()
+    assert not (folder / "sub").exists() and read_rows(folder / "rows.jsonl") in ([], [{"a": 1}])
+    assert lock_folder(folder, "mistake") is lock and lock.is_locked  # as a notebook that starts again
+    append_row(folder / "rows.jsonl", {"a": 3})
+    lock.release()
+    write_text(folder / "sub/x", "x")

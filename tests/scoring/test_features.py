@@ -5,6 +5,7 @@ import re
 import runpy
 import shutil
 import urllib.error
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -74,6 +75,29 @@ def test_weights_that_cannot_be_downloaded_raise_a_one_line_error(name, tmp_path
     monkeypatch.setattr("huggingface_hub.hf_hub_download", offline)
     with pytest.raises(ValueError, match="could not be downloaded .*features_weights=path/to/"):
         load(name)
+
+
+def test_an_empty_file_in_a_cache_is_downloaded_again_and_a_damaged_one_is_to_be_deleted(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    file = tmp_path / "hub/checkpoints/weights-inception-2015-12-05-6726825d.pth"
+    file.parent.mkdir(parents=True)
+    file.touch()
+    monkeypatch.setattr(torch.hub, "download_url_to_file", lambda url, path, *_: Path(path).write_text("half"))
+    with pytest.raises(ValueError, match="6726825d.pth is not .* Delete it, and the same command"):
+        load("inception")
+    (tmp_path / "model.safetensors").touch()
+    asked = []
+
+    def download(repo, name, local_files_only, force_download):
+        asked.append((local_files_only, force_download))
+        if not local_files_only:
+            raise urllib.error.URLError("no network")
+        return str(tmp_path / name)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    with pytest.raises(ValueError, match="model.safetensors is empty, and model.safetensors of .* could not be downl"):
+        load("dinov2")
+    assert asked == [(True, False), (False, True)]
 
 
 # ---- Inception: ADM's graph, and its port

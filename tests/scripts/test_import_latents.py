@@ -364,7 +364,7 @@ REFUSED = [  # what was brought, settings, words
     (with_key_twice, TREAD, "two latents of one name in a tar"),
     (tar_of(a_cls=b"1", a_jpg=b"x"), TREAD, "no .npy files of latents"),
     (tar_of(a_cls=b"1", a_latent_npy=SAMPLE, b_cls=b"1"), TREAD, "1 latents and 2 labels: 'b' has no l"),
-    (tar_of(a_cls=b"cat", a_latent_npy=SAMPLE), TREAD, "a .cls holds no class number (invalid literal"),
+    (tar_of(a_cls=b"cat", a_latent_npy=SAMPLE), TREAD, "a.cls is not a class number (invalid literal"),
     (tar_of(a_cls=b"1", a_latent_npy=b"cat"), TREAD, "a.latent.npy is not a complete npy file"),
     (tar_of(a_cls=b"1", a_latent=b"cat"), TREAD, "a.latent is a pickle, which can run code and is never loaded: rewri"),
     (tar_of(a_cls=b"1", a_latent=b"cat"), {}, f"set {TARS}"),

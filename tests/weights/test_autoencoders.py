@@ -17,6 +17,7 @@ from closed_forms import amplitude_of
 from conftest import ROOT, change_record, one_rank, run_command
 from own_code import bright
 from safetensors.torch import load_file, save_file
+from spoils import without_hashes
 from test_published_parity import assert_equal, published, wave
 
 import sample
@@ -379,6 +380,7 @@ def test_latents_that_only_their_owner_can_decode_are_trained_on_sampled_and_sco
     folder = Path(shutil.copytree(shapes, tmp_path / "set"))
     for file in folder.glob("latents-*.npy"):
         np.save(file, np.load(file)[:, [0, 1, 2, 0]])
+    without_hashes(folder)
     change_record(folder, autoencoder="none", shape=[4, 16, 16], scale=2.0, shift=0.5, latents_mean=[0.1] * 4,
                   latents_std=[2.0] * 4)
     options = ("data=folder", "steps=1", "samples.every=1", "samples.seeds=0-2", "samples.num_steps=1")

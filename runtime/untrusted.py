@@ -1,0 +1,176 @@
+"""Files of somebody else: what a file declares is checked where it is opened, and one function says what is wrong.
+
+A declared size counts only up to the bytes that are stored, or up to what its reader needs. Nothing is unpickled.
+"""
+
+import contextlib
+import math
+import os
+import re
+import zipfile
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from runtime.files import MOST_BYTES, is_pointer, open_plain
+from runtime.schema import first_line
+
+PLAIN_NUMBERS = "biuf"  # numpy's kinds of types that are neither complex, text, times, records nor objects
+TEXT = "U"
+ZIPPED = {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}  # zipfile unpacks the others without a limit
+
+
+@contextlib.contextmanager
+def reading(file: object, what: str, remedy: str = "copy it again") -> Iterator[None]:
+    """Turns any error of the block into a ValueError of one line: that `file` is not `what`, why, and the `remedy`.
+
+    Readers of somebody's file raise through this, as libraries have errors of many kinds, and few name the file.
+    """
+    try:
+        yield
+    except Exception as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
+        raise ValueError(f"{file} is not {what} ({reason.rstrip('.')}): {remedy}.") from error
+
+
+def printable(text: str) -> str:
+    """Writes control characters as escapes, as names in a file may hold codes that a terminal obeys."""
+    return re.sub(r"[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]", lambda code: ascii(code[0])[1:-1], text)
+
+
+# ---- zips -----------------------------------------------------------------------------------------------------------
+
+
+def read_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, most: int = MOST_BYTES) -> bytes:
+    """Reads a file of a zip; raises ValueError for more than `most` bytes, and zipfile's errors for a damaged one."""
+    require_zipped(info)
+    if info.file_size > most:
+        raise ValueError(f"it has {info.file_size:,} bytes, more than {most:,}")
+    with archive.open(info) as file:
+        return file.read(info.file_size)  # with a size it unpacks no more than that
+
+
+def require_zipped(info: zipfile.ZipInfo) -> None:
+    """Raises ValueError for a member of a zip that is neither stored nor deflated, as almost all are."""
+    if info.compress_type not in ZIPPED:
+        raise ValueError(f"{info.filename} is compressed in another way than deflate: zip it again")
+
+
+# ---- npy and npz ----------------------------------------------------------------------------------------------------
+
+
+def read_header(file: BinaryIO, stored: int, kinds: str = PLAIN_NUMBERS) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Reads the header of an npy of `stored` bytes: its shape, whether it is in Fortran's order, and its type.
+
+    Raises ValueError for other types than numbers, and for more elements than are stored; numpy's errors are many.
+    """
+    major, _ = np.lib.format.read_magic(file)
+    # Version 3 differs from 2 only in the encoding of field names, which plain numbers do not have.
+    read = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
+    shape, fortran, dtype = read(file)
+    if dtype.hasobject:
+        raise ValueError("it holds pickled Python objects, which can run code and are never loaded")
+    if dtype.kind not in kinds:
+        raise ValueError(f"it holds an array of {dtype} {shape}, not of real numbers")
+    if min(shape, default=0) < 0 or file.tell() + math.prod(shape) * dtype.itemsize > stored:
+        raise ValueError(f"it ends early: an array of {dtype} {shape} is declared")
+    return shape, fortran, dtype
+
+
+def read_npy(file: BinaryIO, stored: int, kinds: str = PLAIN_NUMBERS, most: int = MOST_BYTES) -> np.ndarray:
+    """Reads an npy of `stored` bytes; raises as `read_header` does, and ValueError for more than `most` bytes."""
+    shape, fortran, dtype = read_header(file, stored, kinds)
+    if (size := math.prod(shape) * dtype.itemsize) > most:
+        raise ValueError(f"it holds an array of {dtype} {shape}, {size:,} bytes, more than {most:,}")
+    if is_short := len(content := file.read(size)) - size:
+        raise ValueError(f"it ends {-is_short} bytes early")
+    return np.frombuffer(content, dtype).reshape(shape, order="F" if fortran else "C")
+
+
+class Arrays:
+    """The arrays of an npz; each is read when it is asked for, and errors do not name the file (see `reading`)."""
+
+    def __init__(self, file: Path):
+        self.archive = zipfile.ZipFile(open_plain(file))
+        self.infos = {info.filename.removesuffix(".npy"): info for info in self.archive.infolist()}
+
+    def __enter__(self) -> "Arrays":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.archive.close()
+
+    def open(self, key: str) -> BinaryIO:
+        require_zipped(self.infos[key])
+        return self.archive.open(self.infos[key])
+
+    def shape(self, key: str, kinds: str = PLAIN_NUMBERS) -> tuple[int, ...]:
+        with self.open(key) as file:
+            return read_header(file, self.infos[key].file_size, kinds)[0]
+
+    def read(self, key: str, kinds: str = PLAIN_NUMBERS) -> np.ndarray:
+        with self.open(key) as file:
+            return read_npy(file, self.infos[key].file_size, kinds)
+
+    def texts(self, keys: Collection[str]) -> dict[str, str]:
+        """Returns those of the keys that are here, as texts, which other npz may hold in other forms."""
+        return {key: str(self.read(key, PLAIN_NUMBERS + TEXT)) for key in keys if key in self.infos}
+
+
+# ---- ranges of files ------------------------------------------------------------------------------------------------
+
+
+class Rows:
+    """The rows of an npy on disk, each read when it is needed: shape (n, …) and dtype as an array has.
+
+    A mapped file would end the process without a word (SIGBUS) if somebody truncated it while it was read, and reading
+    is as fast. `file` remains open as long as this object exists.
+    """
+
+    def __init__(self, file: Path):
+        self.name, self.file = file, open_plain(file)
+        stored = os.fstat(self.file.fileno()).st_size
+        self.shape, fortran, self.dtype = read_header(self.file, stored)
+        if fortran and len(self.shape) > 1:
+            raise ValueError(f"it holds an array of {self.dtype} {self.shape} in Fortran's order")
+        self.start, self.row_bytes = self.file.tell(), math.prod(self.shape[1:]) * self.dtype.itemsize
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def read_into(self, rows: np.ndarray, first: int) -> None:
+        """Fills `rows` (n, …), a contiguous array of this type, with the rows from `first` on."""
+        size, done = rows.nbytes, 0
+        if size == 0:
+            return
+        view = memoryview(rows.reshape(-1).view(np.uint8))
+        while done < size:
+            got = os.preadv(self.file.fileno(), [view[done:]], self.start + first * self.row_bytes + done)
+            if got == 0:
+                raise ValueError(f"{self.name} became shorter while it was read: restore it, and run the same command "
+                                 f"again.")
+            done += got
+
+    def all(self) -> np.ndarray:
+        rows = np.empty(self.shape, self.dtype)
+        self.read_into(rows, 0)
+        return rows
+
+
+def read_range(file: Path, offset: int, size: int, most: int = MOST_BYTES) -> bytes:
+    """Reads `size` bytes of a file from `offset` on; raises ValueError if there are fewer, or for more than `most`."""
+    if size > most:
+        raise ValueError(f"it has {size:,} bytes, more than {most:,}")
+    with open_plain(file) as opened:
+        content = os.pread(opened.fileno(), size, offset) if size else b""
+    if len(content) < size:
+        raise ValueError(f"{file} became shorter while it was read")
+    return content
+
+
+def refuse_pointer_text(content: bytes) -> None:
+    """Raises ValueError for the content of a pointer of Git LFS."""
+    if is_pointer(content):
+        raise ValueError("a pointer of Git LFS: run git lfs pull")
