@@ -91,7 +91,7 @@ PICKLES = {  # where one is: what writes it in a folder, what reads it there, wh
     **{f"weights {form} {is_new}": (partial(save_among_weights, form, is_new), lambda at: import_weights(at / "x.pt"),
                                     FOUND) for form in range(len(AMONG_WEIGHTS)) for is_new in (True, False)},
     "Inception": (lambda at: save({"fc.weight": Harm()}, at / "x.pt"),
-                  lambda at: load_extractor(one_rank(), "inception", at / "x.pt"), f"weights alone: {FOUND}"),
+                  lambda at: load_extractor(one_rank(), "inception", at / "x.pt"), FOUND),
     "autoencoder's folder": (save_vae_with_pickle, lambda at: load_autoencoder(str(at / "vae")),
                              "vae holds diffusion_pytorch_model.bin, a pickle, which is never loaded here"),
     "latent folder": (lambda at: np.save(write_folder(at / "set", numbered(), labels_of()) / "labels-00001.npy", HARM),
