@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from blocks.transformer import DiTBlock
-from scripts.studies.count_kernels import count_block
+from count_kernels import count_block
 
 
 def test_a_block_has_a_call_for_each_product_and_kernels_that_move_at_least_its_tokens():

@@ -1,7 +1,7 @@
 """Counts the Triton kernels that a GPU would run for blocks of a DiT, the bytes that they move, and library calls.
 
-    python scripts/studies/count_kernels.py DiT-XL/2 32 256      # 32 images of 256 tokens, bf16 autocast; needs no GPU
-    python scripts/studies/count_kernels.py DiT-XL/2 32 256 2    # two blocks compiled as one
+    python tests/scripts/count_kernels.py DiT-XL/2 32 256      # 32 images of 256 tokens, bf16 autocast; needs no GPU
+    python tests/scripts/count_kernels.py DiT-XL/2 32 256 2    # two blocks compiled as one
 
 Both passes are traced on the CPU, with a GPU's flash attention, and moved to fake tensors of an H200, for which
 inductor plans its kernels. A kernel moves each buffer that it reads or writes once.
