@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from count_kernels import count_block
 
 from blocks.transformer import DiTBlock
-from count_kernels import count_block
 
 
 def test_a_block_has_a_call_for_each_product_and_kernels_that_move_at_least_its_tokens():
