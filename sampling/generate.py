@@ -99,7 +99,7 @@ def generate(
     device = next(net.parameters()).device
     batch_size = min(batch_size, max(1, math.ceil(len(seeds) / state.num_processes)))
     sample = sampler_of(diffusion, **sampler)
-    silent, began, said = progress is None or not state.is_main_process, time.perf_counter(), 0
+    silent, began, said = progress is None or not state.is_main_process, time.perf_counter(), None
     bar = tqdm(total=len(seeds), desc=progress, unit="img", disable=silent or None)
     for start in range(0, len(seeds), batch_size * state.num_processes):
         first = start + batch_size * state.process_index
@@ -114,8 +114,8 @@ def generate(
         yield torch.tensor(sampled + [-1] * pad), batch_labels, decode(latents)
         done = min(start + batch_size * state.num_processes, len(seeds))
         bar.update(done - start)
-        if bar.disable and not silent and (said == 0 or 10 * done // len(seeds) > said):  # in a pipe or a notebook
-            said, seconds = max(1, 10 * done // len(seeds)), time.perf_counter() - began
+        if bar.disable and not silent and 10 * done // len(seeds) not in (said, 10):  # in a pipe or a notebook
+            said, seconds = 10 * done // len(seeds), time.perf_counter() - began
             print(f"{progress}: {done:,} of {len(seeds):,} images in {seconds:,.0f} s, about "
                   f"{seconds * (len(seeds) / done - 1):,.0f} s to go")
     bar.close()

@@ -11,6 +11,7 @@ from conftest import change_record, command_of, run_command
 from PIL import Image
 from safetensors.torch import load_file
 
+from latents.folder import mark_known
 from weights import checkpoint as checkpoints
 
 EMA, STEP = "checkpoints/step-00000004/ema.safetensors", "checkpoints/step-00000004"
@@ -37,6 +38,7 @@ def make(place: Path) -> Path:
     shutil.copytree(place / "latents", place / "taught")  # by a teacher of 4 tokens an image
     np.save(place / "taught/teacher-00000.npy", np.ones((12, 4, 6), np.float16))
     change_record(place / "taught", arrays={"teacher": {"shape": [4, 6], "dtype": "float16", "mirror": "files"}})
+    mark_known(place / "taught/metadata.json", (place / "taught").glob("la*.npy"))
     for name, diffusion, changes in (("flow", "rf", {}), ("dense", "rf", {"routes": []}), ("ddpm", "ddpm", {})):
         shutil.copytree(place / "run", place / name)
         meta = checkpoints.read_meta(place / name / STEP)
