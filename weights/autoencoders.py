@@ -11,7 +11,7 @@ import torch
 from autoencoder import SAMPLES_ONLY, SD_VAE_SCALE, Autoencoder, Convention, DiffusersAutoencoder, Identity, OwnDecoder
 from runtime.files import refuse_pointer, sha256
 from runtime.schema import as_recorded, first_line, read_json
-from weights.reading import PYTHON, from_hub, load_function, read_tensors
+from weights.reading import PYTHON, from_hub, how_to_download, load_function, read_tensors
 
 HUB_NAMES = {"sd_vae_ema": "stabilityai/sd-vae-ft-ema", "sd_vae_mse": "stabilityai/sd-vae-ft-mse"}
 # Diffusers classes for images in [-1, 1] that record their latents' scale in the config.
@@ -132,27 +132,18 @@ def find_weights(name: str) -> Path:
 
     Raises ValueError for a name that is neither, and for a folder without weights, or with several variants.
     """
+    usual = f"{WEIGHTS}.safetensors"
     if repo := HUB_NAMES.get(name):
-        return from_hub(repo, "config.json", f"{WEIGHTS}.safetensors", remedy=(
-            f"on a machine with internet, run `{_hub_command(repo, name)}`, copy that folder here, and set "
-            f"autoencoder=./{name}.")) / f"{WEIGHTS}.safetensors"
+        return from_hub(repo, "config.json", usual, remedy=how_to_download(repo, "config.json", usual)) / usual
     if Path(name).is_file():
         return Path(name)
     folder = find_folder(name)
-    files = sorted(folder.glob(f"{WEIGHTS}*.safetensors"))
-    if (usual := folder / f"{WEIGHTS}.safetensors") in files:
-        return usual
-    if len(files) == 1:
-        return files[0]
-    if files:
-        raise ValueError(f"autoencoder={name} holds several variants of its weights: name one, as in "
-                         f"autoencoder={files[0]}")
-    if (folder / f"{WEIGHTS}.bin").is_file():
-        convert = (f"import diffusers; diffusers.{_read_config(folder)['_class_name']}.from_pretrained('{folder}', "
-                   f"use_safetensors=False).save_pretrained('{folder}')")
-        raise ValueError(f"{folder} holds {WEIGHTS}.bin, a pickle, which is never loaded here. To convert it, tensors "
-                         f'alone, run: python -c "{convert}"')
-    raise ValueError(f"{folder} holds no {WEIGHTS}.safetensors: get it from where its config.json is from.")
+    files = [path.name for path in folder.glob(f"{WEIGHTS}*.safetensors")]
+    if usual not in files and len(files) != 1:
+        found = " and ".join(sorted(files)) or f"no {usual}"
+        raise ValueError(f"{folder} holds {found}: name one file, or get {usual} from where config.json is from. No "
+                         f"pickle, such as {WEIGHTS}.bin, is read.")
+    return folder / (usual if usual in files else files[0])
 
 
 def find_folder(name: str) -> Path:
@@ -164,22 +155,14 @@ def find_folder(name: str) -> Path:
     if place.is_file():
         return place.parent
     if not place.is_dir():
-        names, repo = ", ".join(["identity", *HUB_NAMES]), name.removeprefix("https://huggingface.co/").strip("/")
-        short = repo.rpartition("/")[2]
-        hint = (f" If it is a repository of the Hugging Face Hub, run `{_hub_command(repo, short)}`, or for a pipeline "
-                f"`{_hub_command(repo, short, 'vae/')}`, and set autoencoder=./{short}."
-                if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", repo) else "")
-        raise ValueError(f"autoencoder={name} is neither one of {names} nor a local folder or file.{hint}")
-    if not (folder := place / "vae").is_dir() or (place / "config.json").is_file():
-        folder = place
-    if not (folder / "config.json").is_file():
+        names = ", ".join(["identity", *HUB_NAMES])
+        raise ValueError(f"autoencoder={name} is neither one of {names} nor a local folder or file."
+                         f"{how_to_download(name, 'vae/*', 'config.json', f'{WEIGHTS}.safetensors')}")
+    folder = next((folder for folder in (place, place / "vae") if (folder / "config.json").is_file()), None)
+    if folder is None:
         raise ValueError(f"autoencoder={name} has neither config.json nor vae/config.json, as diffusers saves them: "
                          f"name such a folder, or a file of weights.")
     return folder
-
-
-def _hub_command(repo: str, folder: str, inside: str = "") -> str:
-    return f"hf download {repo} {inside}config.json {inside}{WEIGHTS}.safetensors --local-dir {folder}"
 
 
 def is_diffusers(file: Path) -> bool:
@@ -244,27 +227,24 @@ def _from_ldm(file: Path) -> torch.nn.Module:
         state = state.get(key, state) if isinstance(state, dict) else {}
     state = {str(key).removeprefix("first_stage_model."): value for key, value in state.items()}  # in a whole pipeline
     levels = [f"encoder.down.{i}" for i in range(64) if f"encoder.down.{i}.block.0.conv1.weight" in state]
-    if not levels or "post_quant_conv.weight" not in state:
-        raise ValueError(f"autoencoder={file} holds no weights of a latent-diffusion AutoencoderKL, such as "
-                         f"encoder.down.0… and post_quant_conv. One of diffusers lies beside its config.json as "
-                         f"{WEIGHTS}.safetensors: name their folder.")
     kinds = ["Attn" if f"{level}.attn.0.q.weight" in state else "" for level in levels]
-    options = dict(
-        block_out_channels=tuple(len(state[f"{level}.block.0.conv1.weight"]) for level in levels),
-        layers_per_block=sum(f"encoder.down.0.block.{i}.conv1.weight" in state for i in range(64)),
-        latent_channels=len(state["post_quant_conv.weight"]),
-        down_block_types=tuple(f"{kind}DownEncoderBlock2D" for kind in kinds),
-        up_block_types=tuple(f"{kind}UpDecoderBlock2D" for kind in reversed(kinds)),
-    )
-    with torch.device("meta"):
-        vae = AutoencoderKL(**options)
-    expected = vae.state_dict()
-    names = {key: ldm_key(key, len(levels)) for key in expected}
-    if lacking := [name for name in names.values() if name not in state]:
-        raise ValueError(f"autoencoder={file} lacks {len(lacking)} tensors of an AutoencoderKL, {lacking[0]} first.")
+    lacking = [name for name in ("encoder.down.0.block.0.conv1.weight", "post_quant_conv.weight") if name not in state]
+    if not lacking:
+        with torch.device("meta"):
+            vae = AutoencoderKL(
+                block_out_channels=tuple(len(state[f"{level}.block.0.conv1.weight"]) for level in levels),
+                layers_per_block=sum(f"encoder.down.0.block.{i}.conv1.weight" in state for i in range(64)),
+                latent_channels=len(state["post_quant_conv.weight"]),
+                down_block_types=tuple(f"{kind}DownEncoderBlock2D" for kind in kinds),
+                up_block_types=tuple(f"{kind}UpDecoderBlock2D" for kind in reversed(kinds)))
+        names = {key: ldm_key(key, len(levels)) for key in vae.state_dict()}
+        lacking = [name for name in names.values() if name not in state]
+    if lacking:
+        raise ValueError(f"autoencoder={file} lacks {lacking[0]} of a latent-diffusion AutoencoderKL. One of diffusers "
+                         f"lies beside its config.json as {WEIGHTS}.safetensors: name their folder.")
     # A 1x1 convolution and a linear layer hold the same numbers.
-    vae.load_state_dict({key: state[name].float().reshape(expected[key].shape) for key, name in names.items()},
-                        assign=True)
+    vae.load_state_dict({key: state[names[key]].float().reshape(value.shape)
+                         for key, value in vae.state_dict().items()}, assign=True)
     return vae
 
 

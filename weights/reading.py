@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import re
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,6 +21,27 @@ PYTHON = "python:"  # python:module.function
 MOST_PICKLED = 2**23  # bytes of the pickle in a .pt, each of which may become a list; 1,000 tensors take 200,000
 
 
+# A repository of the Hugging Face Hub, user/name: before it its address, after it a revision and a place inside it.
+REPOSITORY = re.compile(r"(?P<address>https?://(?:huggingface\.co|hf\.co)/|hf://)?(?P<repo>\w[\w.-]*/\w[\w.-]*)"
+                        r"(?:(?:@|/(?:tree|blob|resolve)/)(?P<revision>[\w.-]+))?(?:/(?P<inside>[^?#]+?))?/?(?:[?#].*)?")
+
+
+def how_to_download(name: str, *patterns: str) -> str:
+    """Writes how to download what a name or an address means: all of it, or its files of these patterns.
+
+    Returns an empty string for what can be neither, such as a path in a folder that is here.
+    """
+    match = REPOSITORY.fullmatch(name)
+    if not match or not match["address"] and (name.endswith(SUFFIXES) or Path(match["repo"]).parent.exists()):
+        return " Download the file, then name it." if "://" in name else ""
+    _, repo, revision, inside = match.groups()
+    folder = repo.partition("/")[2]
+    patterns = [inside if inside.endswith(SUFFIXES) else f"{inside}/*"] if inside else patterns
+    options = [f"--include '{pattern}'" for pattern in patterns] + ([f"--revision {revision}"] if revision else [])
+    return (f" If {repo} is on the Hugging Face Hub, run `{' '.join(['hf download', repo, *options])} --local-dir "
+            f"{folder}`, then name ./{Path(folder, inside or '')} instead.")
+
+
 def from_hub(repo: str, *names: str, remedy: str) -> Path:
     """Returns the folder with files of a Hugging Face repository, downloaded once; raises ValueError with a remedy."""
     from huggingface_hub import hf_hub_download
@@ -32,11 +54,13 @@ def from_hub(repo: str, *names: str, remedy: str) -> Path:
             if not (empty := [file for file in found if not file.stat().st_size]):
                 return found[-1].parent
         except Exception as error:  # huggingface_hub and its HTTP client each raise their own
+            if getattr(getattr(error, "response", None), "status_code", None) in (401, 403):
+                remedy = "check its name, run `hf auth login`, and accept the terms on its page."
             if not cached_only:
                 why = f"{empty[0]} is empty, and " if empty else ""
                 raise ValueError(f"{why}{' and '.join(names)} of {repo} could not be downloaded from the Hugging Face "
-                                 f"hub ({first_line(error)}): {remedy}") from error
-    raise ValueError(f"{empty[0]} is empty, as {repo} has it: {remedy}")
+                                 f"Hub ({first_line(error)}): {remedy.strip()}") from error
+    raise ValueError(f"{empty[0]} is empty, as {repo} has it: {remedy.strip()}")
 
 
 def read_tensors(file: Path) -> object:
