@@ -40,12 +40,11 @@ def load_autoencoder(
         return Identity(device, convention)
     file = find_weights(name)
     refuse_pointer(file)
-    if is_diffusers(file):
+    if not is_ldm(file):
         return DiffusersAutoencoder(name, _from_folder(file, dtype), device, convention)
     convention = convention or own_convention(name)
     with as_recorded(file):
-        vae = _from_ldm(file).to(dtype)
-    return DiffusersAutoencoder(name, vae, device, convention)
+        return DiffusersAutoencoder(name, _from_ldm(file).to(dtype), device, convention)
 
 
 def load_decoder(
@@ -95,7 +94,7 @@ def sha256_of(name: str) -> str | None:
 
 def samples_only(name: str) -> bool:
     """True if an autoencoder encodes to values without a distribution. Reads its config, not its weights."""
-    if name in HUB_NAMES or name == NONE or runs_code(name) or (Path(name).is_file() and not is_diffusers(Path(name))):
+    if name in (*HUB_NAMES, NONE) or runs_code(name) or is_ldm(name):
         return False
     return name == "identity" or _read_config(find_folder(name))["_class_name"] in SAMPLES_ONLY
 
@@ -108,10 +107,10 @@ def own_convention(name: str) -> Convention | None:
         return Convention(SD_VAE_SCALE)
     if name == NONE or runs_code(name):
         return None
-    folder, is_ldm = find_folder(name), Path(name).is_file() and not is_diffusers(Path(name))
-    if is_ldm and (statistics := folder / STATISTICS).is_file():
+    folder = find_folder(name)
+    if is_ldm(name) and (statistics := folder / STATISTICS).is_file():
         return read_statistics(statistics)
-    if is_ldm and not (beside := folder / "config.json").is_file():
+    if not (beside := folder / "config.json").is_file():
         scale = json.dumps({"_class_name": "AutoencoderKL", "scaling_factor": SD_VAE_SCALE})
         raise ValueError(f"autoencoder={name} does not record how its latents are scaled: put its {STATISTICS} next to "
                          f"it, or type its scale, which is {SD_VAE_SCALE} for Stable Diffusion 1 and 2 and 0.13025 for "
@@ -165,9 +164,10 @@ def find_folder(name: str) -> Path:
     return folder
 
 
-def is_diffusers(file: Path) -> bool:
-    """True if a file has diffusers' name and config.json beside it; an autoencoder's other files are LDM's."""
-    return file.name.startswith(WEIGHTS) and file.with_name("config.json").is_file()
+def is_ldm(file: str | Path) -> bool:
+    """True for a file, unless it has diffusers' name and config.json beside it; other files are LDM's."""
+    file = Path(file)
+    return file.is_file() and not (file.name.startswith(WEIGHTS) and file.with_name("config.json").is_file())
 
 
 # ---- diffusers ------------------------------------------------------------------------------------------------------

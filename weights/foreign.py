@@ -3,7 +3,6 @@
 scripts/import_weights.py alone reads these formats. Each tensor of the network is used, or the import names it.
 """
 
-import argparse
 import contextlib
 import re
 from collections.abc import Iterator, Mapping
@@ -92,9 +91,9 @@ def find_file(source: Path) -> Path:
     found = sorted(file for folder in (place, place / "checkpoints") for file in folder.glob("*")
                    if file.suffix in SUFFIXES)
     if len(found) != 1:
-        several = f"holds several weights files, such as {found[-1]}: name one, or join the shards of one network " \
-                  f"(docs/interop.md)" if found else f"holds no weights file, {', '.join(SUFFIXES)}"
-        raise ValueError(f"{place} {several if source.exists() else f'does not exist (looked from {Path.cwd()})'}.")
+        why = (f"does not exist (looked from {Path.cwd()})" if not source.exists() else
+               f"holds {len(found) or 'no'} weights files ({', '.join(SUFFIXES)}): name one, or join its shards")
+        raise ValueError(f"{place} {why}.")
     return found[0]
 
 
@@ -152,13 +151,15 @@ def choose(
 
 
 def settings_in(content: object) -> Iterator[tuple[str, object]]:
-    """Yields names and values of the settings that a file holds, in dictionaries, namespaces and lists of any depth."""
-    content = vars(content) if isinstance(content, argparse.Namespace) else content
-    if isinstance(content, Mapping):
-        yield from content.items()
-    if isinstance(content, Mapping | list | tuple):
-        for part in content.values() if isinstance(content, Mapping) else content:
-            yield from settings_in(part)
+    """Yields names and values of the settings that a file holds, in dictionaries and lists of any depth."""
+    waiting, seen = [content], set()
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, Mapping | list | tuple) and id(node) not in seen:  # one may lie in itself
+            seen.add(id(node))
+            waiting += node.values() if isinstance(node, Mapping) else node
+            if isinstance(node, Mapping):
+                yield from node.items()
 
 
 def check_settings(found: Mapping[str, list], form: Format) -> None:
@@ -336,7 +337,7 @@ def read(
         sizes["num_heads"] = len(state["x_embedder.proj.weight"]) // state["feat_rope.freqs_cos"].shape[-1]
     sizes |= {key: value for key, value in typed.items() if value is not None}
     if "pos_embed" not in state:
-        width, channels, _, patch = state["x_embedder.proj.weight"].shape
+        width, _, _, patch = state["x_embedder.proj.weight"].shape
         if "input_size" not in sizes:
             sizes["input_size"] = needed(
                 words, "input_size", "<side of the latents>", 2 * patch, "it holds no pos_embed, and no config.json is "
@@ -368,14 +369,12 @@ def read(
         needed(words, "diffusion", f"<{'|'.join(DIFFUSIONS)}>", None,
                "it does not record its diffusion: set diffusion= as its run had it")
 
-    if pipeline and (pipeline / "vae/config.json").is_file():
-        autoencoder = autoencoder or str(pipeline / "vae")
-    if not autoencoder and form.autoencoder and channels == 4 and mean is None:
-        autoencoder = "sd_vae_mse" if found.get("vae") == ["mse"] else form.autoencoder
-    if not autoencoder:
+    usual = str(pipeline / "vae") if pipeline else "sd_vae_mse" if found.get("vae") == ["mse"] else form.autoencoder
+    if not autoencoder and (not form.autoencoder or channels != 4 or mean is not None):
         autoencoder = needed(words, "autoencoder", "<what decodes its latents, or none>", "none",
                              f"its latents of {channels} channels may be any autoencoder's: set autoencoder= to what "
                              f"decodes them (docs/data.md), or to none")
+    autoencoder = autoencoder or usual
     convention = own_convention(autoencoder) or Convention()
     if mean is not None and variance is not None:
         convention = Convention(latents_mean=tuple(mean.double().tolist()),

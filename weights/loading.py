@@ -166,8 +166,7 @@ def load_trained(
     check_finite(state, checkpoint.file)
     most = max(max(data.classes or [0]) + 1, len(data.class_names or ()), len(data.display_names or ()))
     if most > net.num_classes:
-        raise ValueError(f"{checkpoint.folder / 'meta.json'} has {most} classes in data, but its network "
-                         f"{net.num_classes}.")
+        raise ValueError(f"{checkpoint.folder / 'meta.json'} has {most} classes, but its network {net.num_classes}.")
     net.null_label = net.null_label and record.null_label
     net.to(device).float().eval()  # not frozen, as autocast caches its casts of trainable weights only
     return Trained(
@@ -177,14 +176,10 @@ def load_trained(
         {"network": record.network, "diffusion": record.diffusion})
 
 
-# ---- weights by their hash -----------------------------------------------------------------------------------------
-
-
-def find_by_hash(paths: list[str | Path], sha256: str | None) -> Checkpoint | None:
-    """Finds the weights with this SHA-256 at one of the paths, or in an older checkpoint of a run among them."""
-    older = [folder / "ema.safetensors" for path in paths for folder in reversed(checkpoints.all_steps(Path(path)))]
-    for path in (*paths, *older):
+def has_weights(path: str | Path, sha256: str | None) -> bool:
+    """True if the weights at a path, or in an older checkpoint of a run there, have this SHA-256."""
+    for place in (path, *reversed(checkpoints.all_steps(Path(path)))):
         with contextlib.suppress(OSError, ValueError):  # no weights there
-            if (checkpoint := find_checkpoint(path)).sha256 == sha256:
-                return checkpoint
-    return None
+            if find_checkpoint(place).sha256 == sha256:
+                return True
+    return False

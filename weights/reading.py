@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -73,10 +72,7 @@ def read_tensors(file: Path) -> object:
     with reading(file, "a file of weights", "copy it again, or save its state dict as .safetensors where it was made"):
         open_plain(file).close()
         if file.suffix == ".safetensors":
-            with safe_open(file, "pt") as opened:
-                names = opened.metadata() or {}  # save_model stores one of the tensors that share memory, and all names
-            tensors = load_file(file)
-            return tensors | {name: tensors[kept] for name, kept in names.items() if kept in tensors}
+            return load_file(file)
         if is_zip := zipfile.is_zipfile(file):
             check_archive(file)
         # DiT's train.py saves an argparse.Namespace with the weights: a bag of plain values, safe to build.
