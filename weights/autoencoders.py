@@ -10,7 +10,8 @@ import torch
 
 from autoencoder import SAMPLES_ONLY, SD_VAE_SCALE, Autoencoder, Convention, DiffusersAutoencoder, Identity, OwnDecoder
 from runtime.files import refuse_pointer, sha256
-from runtime.schema import as_recorded, first_line, read_json
+from runtime.schema import as_recorded, read_json
+from runtime.untrusted import reading
 from weights.reading import PYTHON, from_hub, how_to_download, load_function, read_tensors
 
 HUB_NAMES = {"sd_vae_ema": "stabilityai/sd-vae-ft-ema", "sd_vae_mse": "stabilityai/sd-vae-ft-mse"}
@@ -186,15 +187,12 @@ def _from_folder(file: Path, dtype: torch.dtype) -> torch.nn.Module:
     import diffusers  # slow: takes seconds
 
     network = getattr(diffusers, _read_config(file.parent)["_class_name"])
-    try:
+    with reading(file, "a file of weights that fit config.json beside it", "copy both again"):
         vae, report = network.from_pretrained(
             file.parent, use_safetensors=True, torch_dtype=dtype, local_files_only=True, output_loading_info=True,
             variant=file.name.removeprefix(WEIGHTS).removesuffix(".safetensors").removeprefix(".") or None)
         if lacking := report["missing_keys"]:  # diffusers only warns, and leaves them random
             raise ValueError(f"the weights lack {len(lacking)} tensors, {lacking[0]} first")
-    except Exception as error:  # truncated or mismatched weights all raise different types
-        raise ValueError(f"{file} cannot be read as weights that fit config.json beside it, so copy both again: "
-                         f"{first_line(error)}") from error
     return vae
 
 
@@ -250,10 +248,7 @@ def _from_ldm(file: Path) -> torch.nn.Module:
 
 def read_statistics(file: Path) -> Convention:
     """Reads LightningDiT's latents_stats.pt with tensors mean and std. Raises ValueError for anything else."""
-    try:
+    with reading(file, "a file with tensors mean and std, one number per channel"):
         tensors = read_tensors(file)
         mean, std = (tuple(tensors[key].double().flatten().tolist()) for key in ("mean", "std"))
         return Convention(latents_mean=mean, latents_std=std)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{file} does not hold tensors mean and std, one number per channel: {first_line(error)}."
-                         ) from error
