@@ -196,7 +196,7 @@ def parse_classes(
         labels += [numbered.get(number) for number in parse_range(key, part)] if is_number else [i]
         if None in labels:
             first = f", {', '.join(list(index_of)[:10])}{' …' if len(index_of) > 10 else ''}" if index_of else ""
-            raise ValueError(f"{key}={text} asks for {part}, which is not among the {num_classes} classes: write "
+            raise ValueError(f"{key}={text} asks for class {part}, which is none of the {num_classes}: write "
                              f"indices from 0, as in {key}=[0,5] or {key}=0-9, or names{first}.")
     return labels
 

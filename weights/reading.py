@@ -37,8 +37,8 @@ def how_to_download(name: str, *patterns: str) -> str:
     folder = repo.partition("/")[2]
     patterns = [inside if inside.endswith(SUFFIXES) else f"{inside}/*"] if inside else patterns
     options = [f"--include '{pattern}'" for pattern in patterns] + ([f"--revision {revision}"] if revision else [])
-    return (f" If {repo} is on the Hugging Face Hub, run `{' '.join(['hf download', repo, *options])} --local-dir "
-            f"{folder}`, then name ./{Path(folder, inside or '')} instead.")
+    return (f" If {repo} is on the Hugging Face Hub, run (with internet) `{' '.join(['hf download', repo, *options])} "
+            f"--local-dir {folder}`, then name ./{Path(folder, inside or '')} instead.")
 
 
 def from_hub(repo: str, *names: str, remedy: str) -> Path:

@@ -278,9 +278,9 @@ def test_stable_diffusions_single_file_is_read_as_diffusers_reads_it_and_needs_o
 
 
 @pytest.mark.parametrize(("name", "says"), [
-    ("sd_vae_ema", "run `hf download stabilityai/sd-vae-ft-ema --include 'config.json' --include "
+    ("sd_vae_ema", "`hf download stabilityai/sd-vae-ft-ema --include 'config.json' --include "
      "'diffusion_pytorch_model.safetensors' --local-dir sd-vae-ft-ema`, then name ./sd-vae-ft-ema instead"),
-    ("stabilityai/sdxl-vae", "run `hf download stabilityai/sdxl-vae --include 'vae/.*' --include 'config.json' "
+    ("stabilityai/sdxl-vae", "`hf download stabilityai/sdxl-vae --include 'vae/.*' --include 'config.json' "
      "--include 'diffusion_pytorch_model.safetensors' --local-dir sdxl-vae`, then name ./sdxl-vae instead"),
     ("https://huggingface.co/x/y/tree/main/vae", "`hf download x/y --include 'vae/.*' .*, then name ./y/vae instead"),
 ])
