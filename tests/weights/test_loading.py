@@ -75,7 +75,7 @@ def test_each_kind_of_path_names_one_file(path, weights, file, here, monkeypatch
     ("mine.safetensors", None, "source=mine.safetensors out=weights/mine and one of format=.*format=ours "
      "num_heads=<heads> diffusion=<edm.ddpm.rf> autoencoder=<what decodes its latents, or none>"),
     ("notes", None, "notes is no run, no checkpoint folder and nothing to import: notes holds no weights file"),
-    ("notes/a.txt", None, "nothing to import: notes/a.txt cannot be read as weights"),
+    ("notes/a.txt", None, "nothing to import: notes/a.txt is not a file of weights"),
     ("run/nowhere", None, "at run/nowhere.*step-….$"),
     ("a/b/c", None, "hf download a/b --include 'c/.' --local-dir b`, then name ./b/c"),
     ("a/b@v1", None, "hf download a/b --revision v1 --local-dir b`, then name ./b"),
