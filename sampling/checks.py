@@ -32,18 +32,17 @@ def sampler_settings(diffusion: EDM | RF, chosen: Mapping[str, float | str | Non
 
     defaults, sampler = all_settings(diffusion.sample), f"the sampler of {type(diffusion).__name__}"
     chosen = {name: value for name, value in chosen.items() if value is not None}
-    if "solver" not in defaults and chosen.get("solver") == "heun":     # its only one, by name
+    solver = chosen.get("solver")
+    if "solver" not in defaults and solver == "heun":       # its only one, by name
         del chosen["solver"]
-    # A solver may be a method with settings of its own, sample_ancestral for instance.
-    solver = getattr(diffusion, f"sample_{chosen.get('solver')}", None) if "solver" in defaults else None
-    if chosen.get("solver") in extensions.names("solvers"):
-        found = extensions.find("solvers", chosen["solver"])
+    elif solver in extensions.names("solvers"):
+        found, sampler = extensions.find("solvers", solver), f"solvers/{solver}.py"
         defaults = {"solver": None} | {name: one.default for name, one in extensions.keywords_of(found).items()}
-        sampler = f"solvers/{chosen['solver']}.py"
         own = {name: value for name, value in chosen.items() if name in defaults and name != "solver"}
         read(settings_of(found), own, "sampler: ")
-    elif solver is not None:
-        defaults, sampler = {"solver": None, **all_settings(solver)}, f"{sampler} with solver={chosen['solver']}"
+    elif "solver" in defaults and hasattr(diffusion, f"sample_{solver}"):   # a method with settings of its own
+        defaults = {"solver": None, **all_settings(getattr(diffusion, f"sample_{solver}"))}
+        sampler = f"{sampler} with solver={solver}"
     for name, value in chosen.items():
         if name not in defaults:
             raise ValueError(f"sampler.{name}={value}: {sampler} has no such setting; it has {', '.join(defaults)}.")

@@ -120,15 +120,13 @@ def build_guidance(
     weak = None
     if settings.weak:
         weak = load_trained(find_on_main_rank(state, settings.weak), device=state.device)
-        strong_data, weak_data = (getattr(one.diffusion, "sigma_data", None) for one in (trained, weak))
-        if type(weak.diffusion) is not type(trained.diffusion) or strong_data != weak_data:
-            raise ValueError(f"weak={settings.weak} was trained with {type(weak.diffusion).__name__} "
-                             f"(sigma_data {weak_data}) and the checkpoint with {type(trained.diffusion).__name__} "
-                             f"(sigma_data {strong_data}): their predictions cannot be mixed.")
-        names = None if settings.drop_label else trained.class_names
-        if differences := other_data(weak, names, trained.convention):
-            raise ValueError(f"weak={settings.weak} was trained on other data: {' and '.join(differences)}. Their "
-                             f"predictions cannot be mixed.")
+        differences = other_data(weak, None if settings.drop_label else trained.class_names, trained.convention)
+        there, here = (f"{type(one.diffusion).__name__} (sigma_data {getattr(one.diffusion, 'sigma_data', None)})"
+                       for one in (weak, trained))
+        if there != here:
+            differences.append(f"its diffusion is {there} there and {here} here")
+        if differences:
+            raise ValueError(f"weak={settings.weak} and the checkpoint cannot be mixed: {' and '.join(differences)}.")
     for name, gamma, one in (("gamma1", settings.gamma1, trained), ("gamma2", settings.gamma2, weak or trained)):
         if 1 in ends(gamma) and settings.routes is None and not any(route.path_drop for route in one.net.routes):
             raise ValueError(f"{name}=1, as in guidance=path_drop, skips the blocks of the network's route, but it was "
@@ -151,11 +149,8 @@ def build_guidance(
     return guidance, {**guidance.record(), "weak": weak and weak.checkpoint.source}
 
 
-def parse_range(key: str, text: str | int | Iterable[int] | None, most: float = math.inf) -> list[int]:
-    """Reads `5`, `0-63`, `"0-9,20"` or a list of them as a list of ints, of `most` or less.
-
-    Raises ValueError for anything else.
-    """
+def parse_range(key: str, text: str | int | Iterable[int] | None) -> list[int]:
+    """Reads `5`, `0-63`, `"0-9,20"` or a list of them as a list of ints; raises ValueError for anything else."""
     parts = str(text).split(",") if isinstance(text, str | int | None) else [str(part) for part in text]
     chosen: list[int] = []
     for part in parts:
@@ -164,15 +159,15 @@ def parse_range(key: str, text: str | int | Iterable[int] | None, most: float = 
         if len(numbers) < 2 or numbers[0] > numbers[1]:
             raise ValueError(f"{key}={text or 'null'} is not understood at {part!r}: write {key}=7, {key}=0-63 or "
                              f"{key}=[1,5,9].")
-        if numbers[1] > most:
-            raise ValueError(f"{key}={numbers[1]} is too large: 2^63 - 1 = {most} is the largest.")
+        if numbers[1] > MOST_SEED:
+            raise ValueError(f"{key}={numbers[1]} is too large: 2^63 - 1 = {MOST_SEED} is the largest.")
         chosen.extend(range(numbers[0], numbers[1] + 1))
     return chosen
 
 
 def parse_seeds(key: str, text: str | int | Iterable[int] | None) -> list[int]:
-    """Reads seeds as `parse_range` does, each once: one seed is one image. Raises ValueError also for one too large."""
-    return list(dict.fromkeys(parse_range(key, text, MOST_SEED)))
+    """Reads seeds as `parse_range` does, each once: one seed is one image."""
+    return list(dict.fromkeys(parse_range(key, text)))
 
 
 def parse_classes(
@@ -193,27 +188,25 @@ def parse_classes(
     parts = parts.split(",") if isinstance(parts, str) else [str(part) for part in parts]
     labels = []
     for part in (part.strip() for part in parts):
-        names = [part] if part in index_of or not part[:1].isdigit() else parse_range(key, part)
-        for name in names:
-            i = index_of.get(name)      # None for an index
-            if i is not None and name.isdecimal() and numbered.get(int(name), i) != i:
-                raise ValueError(f"{key}={text}: {name} is the name of class {i}, and the index of another: write "
-                                 f"{key}={i}-{i} for the former, or {key}={name}-{name} for the latter.")
-        if unknown := [name for name in names if name not in index_of and name not in numbered]:
+        i = index_of.get(part)      # None for an index, or a range
+        if i is not None and part.isdecimal() and numbered.get(int(part), i) != i:
+            raise ValueError(f"{key}={text}: {part} is the name of class {i}, and the index of another: write "
+                             f"{key}={i}-{i} for the former, or {key}={part}-{part} for the latter.")
+        is_number = i is None and part[:1].isdigit()
+        labels += [numbered.get(number) for number in parse_range(key, part)] if is_number else [i]
+        if None in labels:
             first = f", {', '.join(list(index_of)[:10])}{' …' if len(index_of) > 10 else ''}" if index_of else ""
-            raise ValueError(f"{key}={text} asks for class {unknown[0]}, which is none of the {num_classes}: write "
+            raise ValueError(f"{key}={text} asks for class {part}, which is none of the {num_classes}: write "
                              f"indices from 0, as in {key}=[0,5] or {key}=0-9, or names{first}.")
-        labels += [index_of[name] if name in index_of else numbered[name] for name in names]
     return labels
 
 
 def empty_classes(present: list[int], num_classes: int) -> str | None:
     """Writes how many of a network's classes have no images, and the first ones; None if all have some."""
-    if not (empty := sorted({*range(num_classes)} - {*present})):
-        return None
+    empty = sorted({*range(num_classes)} - {*present})
     first = ", ".join(map(str, empty[:5])) + (" …" if len(empty) > 5 else "")
     return (f"{len(empty):,} of {num_classes:,} classes have no training images ({first}). They are only sampled if "
-            f"they are named.")
+            f"they are named.") if empty else None
 
 
 def unscored_classes(num_samples: int, classes: list[int]) -> str | None:

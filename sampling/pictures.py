@@ -120,21 +120,20 @@ def check_folder(folder: Path, name: str, overwrite: bool) -> list[Path]:
 
     Raises ValueError if there are some and `overwrite` is false, and for pictures from elsewhere.
     """
-    earlier = []
     if folder.is_file():
         raise ValueError(f"out={folder} is a file: name a folder, or a grid's .png or an .npz.")
+    earlier = []
     for file in folder.rglob("*"):
-        if not looks_like_image(file.relative_to(folder).as_posix()):
-            continue
         named = file.parent == folder and re.fullmatch(r"\d{6,}_\d+\.png", file.name)
         record = read_sampling_record(file) if named else None
-        if record and record.get("set") == name:
-            continue
-        if not (record and overwrite):
-            whose, remedy = (("of another set", ", or clear it with overwrite=true") if record else
-                             ("that were not made by this code", ""))
-            raise ValueError(f"out={folder} holds pictures {whose}, such as {file.name}: name another folder{remedy}.")
-        earlier.append(file)
+        if record is None and looks_like_image(file.relative_to(folder).as_posix()):
+            raise ValueError(f"out={folder} holds pictures that were not made by this code, such as {file.name}: name "
+                             f"another folder.")
+        if record and record.get("set") != name:
+            earlier.append(file)
+    if earlier and not overwrite:
+        raise ValueError(f"out={folder} holds pictures of another set, such as {earlier[0].name}: name another folder, "
+                         f"or clear it with overwrite=true.")
     return earlier
 
 

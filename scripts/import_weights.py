@@ -14,7 +14,7 @@ from runtime.schema import Classes, Location, Settings, Size, Text, as_recorded,
 from weights import checkpoint as checkpoints
 from weights.foreign import FORMATS, Foreign, find_file, how_to_import, read
 from weights.reading import check_finite, read_tensors
-from weights.records import RouteSettings, diffusion_keywords
+from weights.records import diffusion_keywords
 
 SETTINGS = ("weights", "num_heads", "num_classes", "input_size", "autoencoder")  # that formats may need
 
@@ -31,7 +31,6 @@ class ImportSettings(Settings):
     input_size: Size | None
     autoencoder: Location | None
     diffusion: dict | None
-    routes: list[RouteSettings] | None
 
 
 def describe(foreign: Foreign, name: str, dropped: list[str]) -> str:
@@ -68,15 +67,14 @@ def main(cfg: ImportSettings) -> None:
     out = Path(cfg.out)
     if cfg.format is None:
         raise ValueError(how_to_import(Path(cfg.source)))
-    if cfg.format != "ours" and (cfg.diffusion or cfg.routes):
-        raise ValueError("diffusion= and routes= are for format=ours: leave them out.")
+    if cfg.format != "ours" and cfg.diffusion:
+        raise ValueError("diffusion= is for format=ours: leave it out.")
     file = find_file(Path(cfg.source))
     content = read_tensors(file)
     try:
         with as_recorded(file):
             foreign = read(file, content, cfg.format, **{name: getattr(cfg, name) for name in SETTINGS},
-                           diffusion=cfg.diffusion and diffusion_keywords(cfg.diffusion),
-                           routes=cfg.routes and [route.model_dump(exclude_defaults=True) for route in cfg.routes])
+                           diffusion=cfg.diffusion and diffusion_keywords(cfg.diffusion))
     except ValueError as error:
         raise ValueError(f"{file} cannot be imported with format={cfg.format}: {str(error).rstrip('.')}.") from error
     check_finite(foreign.state, file)

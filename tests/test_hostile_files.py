@@ -93,7 +93,7 @@ PICKLES = {  # where one is: what writes it in a folder, what reads it there, wh
     "Inception": (lambda at: save({"fc.weight": Harm()}, at / "x.pt"),
                   lambda at: load_extractor(one_rank(), "inception", at / "x.pt"), FOUND),
     "autoencoder's folder": (save_vae_with_pickle, lambda at: load_autoencoder(str(at / "vae")),
-                             "vae holds diffusion_pytorch_model.bin, a pickle, which is never loaded here"),
+                             "No pickle, such as diffusion_pytorch_model.bin, is read"),
     "latent folder": (lambda at: np.save(write_folder(at / "set", numbered(), labels_of()) / "labels-00001.npy", HARM),
                       lambda at: open_latents(at / "set"), "is not a complete npy file of numbers"),
     "REPA's arrays": (lambda at: (write_repa(at)[0] / "vae-sd/00000/img-mean-std-00000011.npy").write_bytes(npy(HARM)),

@@ -161,7 +161,7 @@ TYPED = {
         ("num_heads=null", "set num_heads="), ("num_heads=3", "3"), ("num_classes=99", "num_classes=99 does not fit"),
         ("input_size=99", "input_size=99 does not fit"), ("autoencoder=null", "set autoencoder="),
         ("autoencoder=vqgan", "vqgan"), ("weights=best", "it has no weights=best: set weights=ema"),
-        ("diffusion=edm", "are for format=ours"), ("format=ours", "set diffusion="),
+        ("diffusion=edm", "is for format=ours"), ("format=ours", "set diffusion="),
         ("out=latents", "out=latents exists and does not hold this import"), ("out=four", "out=four exists"),
         ("out=images.npz", "out=images.npz exists"), ("out=run", "out=run exists"),
     ],

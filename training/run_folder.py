@@ -35,7 +35,7 @@ from training.run import Run
 from training.settings import ONLY_AT_START, WITHOUT_EFFECT, CheckpointSettings
 from weights import checkpoint as checkpoints
 from weights.averages import names_of
-from weights.loading import Trained, find_by_hash, find_on_main_rank, latest_checkpoint, load_trained, other_data
+from weights.loading import Trained, find_on_main_rank, has_weights, latest_checkpoint, load_trained, other_data
 from weights.records import CheckpointRecord, DataRecord, architecture, diffusion_class, diffusion_keywords
 
 
@@ -112,7 +112,7 @@ def same_start(meta: dict, path: str | None) -> bool:
     began = meta["init_from"]
     if path is None or began is None or Path(path).resolve() == Path(began).resolve():
         return (path is None) == (began is None)
-    return find_by_hash([path], (meta.get("parent") or {}).get("weights_sha256")) is not None
+    return has_weights(path, (meta.get("parent") or {}).get("weights_sha256"))
 
 
 def check_resumable(meta: dict, now: dict, run_dir: Path) -> None:

@@ -10,8 +10,9 @@ import torch
 
 from autoencoder import SAMPLES_ONLY, SD_VAE_SCALE, Autoencoder, Convention, DiffusersAutoencoder, Identity, OwnDecoder
 from runtime.files import refuse_pointer, sha256
-from runtime.schema import as_recorded, first_line, read_json
-from weights.reading import PYTHON, from_hub, load_function, read_tensors
+from runtime.schema import as_recorded, read_json
+from runtime.untrusted import reading
+from weights.reading import PYTHON, from_hub, how_to_download, load_function, read_tensors
 
 HUB_NAMES = {"sd_vae_ema": "stabilityai/sd-vae-ft-ema", "sd_vae_mse": "stabilityai/sd-vae-ft-mse"}
 # Diffusers classes for images in [-1, 1] that record their latents' scale in the config.
@@ -40,12 +41,11 @@ def load_autoencoder(
         return Identity(device, convention)
     file = find_weights(name)
     refuse_pointer(file)
-    if is_diffusers(file):
+    if not is_ldm(file):
         return DiffusersAutoencoder(name, _from_folder(file, dtype), device, convention)
     convention = convention or own_convention(name)
     with as_recorded(file):
-        vae = _from_ldm(file).to(dtype)
-    return DiffusersAutoencoder(name, vae, device, convention)
+        return DiffusersAutoencoder(name, _from_ldm(file).to(dtype), device, convention)
 
 
 def load_decoder(
@@ -95,7 +95,7 @@ def sha256_of(name: str) -> str | None:
 
 def samples_only(name: str) -> bool:
     """True if an autoencoder encodes to values without a distribution. Reads its config, not its weights."""
-    if name in HUB_NAMES or name == NONE or runs_code(name) or (Path(name).is_file() and not is_diffusers(Path(name))):
+    if name in (*HUB_NAMES, NONE) or runs_code(name) or is_ldm(name):
         return False
     return name == "identity" or _read_config(find_folder(name))["_class_name"] in SAMPLES_ONLY
 
@@ -108,10 +108,10 @@ def own_convention(name: str) -> Convention | None:
         return Convention(SD_VAE_SCALE)
     if name == NONE or runs_code(name):
         return None
-    folder, is_ldm = find_folder(name), Path(name).is_file() and not is_diffusers(Path(name))
-    if is_ldm and (statistics := folder / STATISTICS).is_file():
+    folder = find_folder(name)
+    if is_ldm(name) and (statistics := folder / STATISTICS).is_file():
         return read_statistics(statistics)
-    if is_ldm and not (beside := folder / "config.json").is_file():
+    if not (beside := folder / "config.json").is_file():
         scale = json.dumps({"_class_name": "AutoencoderKL", "scaling_factor": SD_VAE_SCALE})
         raise ValueError(f"autoencoder={name} does not record how its latents are scaled: put its {STATISTICS} next to "
                          f"it, or type its scale, which is {SD_VAE_SCALE} for Stable Diffusion 1 and 2 and 0.13025 for "
@@ -132,27 +132,18 @@ def find_weights(name: str) -> Path:
 
     Raises ValueError for a name that is neither, and for a folder without weights, or with several variants.
     """
+    usual = f"{WEIGHTS}.safetensors"
     if repo := HUB_NAMES.get(name):
-        return from_hub(repo, "config.json", f"{WEIGHTS}.safetensors", remedy=(
-            f"on a machine with internet, run `{_hub_command(repo, name)}`, copy that folder here, and set "
-            f"autoencoder=./{name}.")) / f"{WEIGHTS}.safetensors"
+        return from_hub(repo, "config.json", usual, remedy=how_to_download(repo, "config.json", usual)) / usual
     if Path(name).is_file():
         return Path(name)
     folder = find_folder(name)
-    files = sorted(folder.glob(f"{WEIGHTS}*.safetensors"))
-    if (usual := folder / f"{WEIGHTS}.safetensors") in files:
-        return usual
-    if len(files) == 1:
-        return files[0]
-    if files:
-        raise ValueError(f"autoencoder={name} holds several variants of its weights: name one, as in "
-                         f"autoencoder={files[0]}")
-    if (folder / f"{WEIGHTS}.bin").is_file():
-        convert = (f"import diffusers; diffusers.{_read_config(folder)['_class_name']}.from_pretrained('{folder}', "
-                   f"use_safetensors=False).save_pretrained('{folder}')")
-        raise ValueError(f"{folder} holds {WEIGHTS}.bin, a pickle, which is never loaded here. To convert it, tensors "
-                         f'alone, run: python -c "{convert}"')
-    raise ValueError(f"{folder} holds no {WEIGHTS}.safetensors: get it from where its config.json is from.")
+    files = [path.name for path in folder.glob(f"{WEIGHTS}*.safetensors")]
+    if usual not in files and len(files) != 1:
+        found = " and ".join(sorted(files)) or f"no {usual}"
+        raise ValueError(f"{folder} holds {found}: name one file, or get {usual} from where config.json is from. No "
+                         f"pickle, such as {WEIGHTS}.bin, is read.")
+    return folder / (usual if usual in files else files[0])
 
 
 def find_folder(name: str) -> Path:
@@ -164,27 +155,20 @@ def find_folder(name: str) -> Path:
     if place.is_file():
         return place.parent
     if not place.is_dir():
-        names, repo = ", ".join(["identity", *HUB_NAMES]), name.removeprefix("https://huggingface.co/").strip("/")
-        short = repo.rpartition("/")[2]
-        hint = (f" If it is a repository of the Hugging Face Hub, run `{_hub_command(repo, short)}`, or for a pipeline "
-                f"`{_hub_command(repo, short, 'vae/')}`, and set autoencoder=./{short}."
-                if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", repo) else "")
-        raise ValueError(f"autoencoder={name} is neither one of {names} nor a local folder or file.{hint}")
-    if not (folder := place / "vae").is_dir() or (place / "config.json").is_file():
-        folder = place
-    if not (folder / "config.json").is_file():
+        names = ", ".join(["identity", *HUB_NAMES])
+        raise ValueError(f"autoencoder={name} is neither one of {names} nor a local folder or file."
+                         f"{how_to_download(name, 'vae/*', 'config.json', f'{WEIGHTS}.safetensors')}")
+    folder = next((folder for folder in (place, place / "vae") if (folder / "config.json").is_file()), None)
+    if folder is None:
         raise ValueError(f"autoencoder={name} has neither config.json nor vae/config.json, as diffusers saves them: "
                          f"name such a folder, or a file of weights.")
     return folder
 
 
-def _hub_command(repo: str, folder: str, inside: str = "") -> str:
-    return f"hf download {repo} {inside}config.json {inside}{WEIGHTS}.safetensors --local-dir {folder}"
-
-
-def is_diffusers(file: Path) -> bool:
-    """True if a file has diffusers' name and config.json beside it; an autoencoder's other files are LDM's."""
-    return file.name.startswith(WEIGHTS) and file.with_name("config.json").is_file()
+def is_ldm(file: str | Path) -> bool:
+    """True for a file, unless it has diffusers' name and config.json beside it; other files are LDM's."""
+    file = Path(file)
+    return file.is_file() and not (file.name.startswith(WEIGHTS) and file.with_name("config.json").is_file())
 
 
 # ---- diffusers ------------------------------------------------------------------------------------------------------
@@ -203,15 +187,12 @@ def _from_folder(file: Path, dtype: torch.dtype) -> torch.nn.Module:
     import diffusers  # slow: takes seconds
 
     network = getattr(diffusers, _read_config(file.parent)["_class_name"])
-    try:
+    with reading(file, "a file of weights that fit config.json beside it", "copy both again"):
         vae, report = network.from_pretrained(
             file.parent, use_safetensors=True, torch_dtype=dtype, local_files_only=True, output_loading_info=True,
             variant=file.name.removeprefix(WEIGHTS).removesuffix(".safetensors").removeprefix(".") or None)
         if lacking := report["missing_keys"]:  # diffusers only warns, and leaves them random
             raise ValueError(f"the weights lack {len(lacking)} tensors, {lacking[0]} first")
-    except Exception as error:  # truncated or mismatched weights all raise different types
-        raise ValueError(f"{file} cannot be read as weights that fit config.json beside it, so copy both again: "
-                         f"{first_line(error)}") from error
     return vae
 
 
@@ -244,36 +225,30 @@ def _from_ldm(file: Path) -> torch.nn.Module:
         state = state.get(key, state) if isinstance(state, dict) else {}
     state = {str(key).removeprefix("first_stage_model."): value for key, value in state.items()}  # in a whole pipeline
     levels = [f"encoder.down.{i}" for i in range(64) if f"encoder.down.{i}.block.0.conv1.weight" in state]
-    if not levels or "post_quant_conv.weight" not in state:
-        raise ValueError(f"autoencoder={file} holds no weights of a latent-diffusion AutoencoderKL, such as "
-                         f"encoder.down.0… and post_quant_conv. One of diffusers lies beside its config.json as "
-                         f"{WEIGHTS}.safetensors: name their folder.")
     kinds = ["Attn" if f"{level}.attn.0.q.weight" in state else "" for level in levels]
-    options = dict(
-        block_out_channels=tuple(len(state[f"{level}.block.0.conv1.weight"]) for level in levels),
-        layers_per_block=sum(f"encoder.down.0.block.{i}.conv1.weight" in state for i in range(64)),
-        latent_channels=len(state["post_quant_conv.weight"]),
-        down_block_types=tuple(f"{kind}DownEncoderBlock2D" for kind in kinds),
-        up_block_types=tuple(f"{kind}UpDecoderBlock2D" for kind in reversed(kinds)),
-    )
-    with torch.device("meta"):
-        vae = AutoencoderKL(**options)
-    expected = vae.state_dict()
-    names = {key: ldm_key(key, len(levels)) for key in expected}
-    if lacking := [name for name in names.values() if name not in state]:
-        raise ValueError(f"autoencoder={file} lacks {len(lacking)} tensors of an AutoencoderKL, {lacking[0]} first.")
+    lacking = [name for name in ("encoder.down.0.block.0.conv1.weight", "post_quant_conv.weight") if name not in state]
+    if not lacking:
+        with torch.device("meta"):
+            vae = AutoencoderKL(
+                block_out_channels=tuple(len(state[f"{level}.block.0.conv1.weight"]) for level in levels),
+                layers_per_block=sum(f"encoder.down.0.block.{i}.conv1.weight" in state for i in range(64)),
+                latent_channels=len(state["post_quant_conv.weight"]),
+                down_block_types=tuple(f"{kind}DownEncoderBlock2D" for kind in kinds),
+                up_block_types=tuple(f"{kind}UpDecoderBlock2D" for kind in reversed(kinds)))
+        names = {key: ldm_key(key, len(levels)) for key in vae.state_dict()}
+        lacking = [name for name in names.values() if name not in state]
+    if lacking:
+        raise ValueError(f"autoencoder={file} lacks {lacking[0]} of a latent-diffusion AutoencoderKL. One of diffusers "
+                         f"lies beside its config.json as {WEIGHTS}.safetensors: name their folder.")
     # A 1x1 convolution and a linear layer hold the same numbers.
-    vae.load_state_dict({key: state[name].float().reshape(expected[key].shape) for key, name in names.items()},
-                        assign=True)
+    vae.load_state_dict({key: state[names[key]].float().reshape(value.shape)
+                         for key, value in vae.state_dict().items()}, assign=True)
     return vae
 
 
 def read_statistics(file: Path) -> Convention:
     """Reads LightningDiT's latents_stats.pt with tensors mean and std. Raises ValueError for anything else."""
-    try:
+    with reading(file, "a file with tensors mean and std, one number per channel"):
         tensors = read_tensors(file)
         mean, std = (tuple(tensors[key].double().flatten().tolist()) for key in ("mean", "std"))
         return Convention(latents_mean=mean, latents_std=std)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{file} does not hold tensors mean and std, one number per channel: {first_line(error)}."
-                         ) from error

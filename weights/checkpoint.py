@@ -133,20 +133,17 @@ def problem(folder: Path) -> str | None:
     return None
 
 
+def says(folder: Path, name: str, damaged: bool) -> bool:
+    """Returns what meta.json records under this name, or `damaged` where it cannot be read."""
+    try:
+        return read_meta(folder)[name]
+    except (OSError, LookupError, ValueError):
+        return damaged
+
+
 def is_sound(folder: Path) -> bool:
     """True if training went well when a checkpoint was saved; False for a damaged one."""
-    try:
-        return read_meta(folder)["sound"]
-    except (OSError, LookupError, ValueError):
-        return False
-
-
-def is_planned(folder: Path) -> bool:
-    """True if the run planned to save at this step, and for a damaged checkpoint."""
-    try:
-        return read_meta(folder)["planned"]
-    except (OSError, LookupError, ValueError):
-        return True
+    return says(folder, "sound", damaged=False)
 
 
 def last_sound(run: Path, before: int) -> Path | None:
@@ -200,7 +197,7 @@ def prune(run: Path, step: int, keep_last: int, keep_every: int) -> None:
     for left in (run / "checkpoints").glob(".step-*.tmp"):
         remove(left)
     folders = [folder for folder in all_steps(run) if step_of(folder) <= step]
-    counted = [folder for folder in folders if step_of(folder) == step or is_planned(folder)]
+    counted = [folder for folder in folders if step_of(folder) == step or says(folder, "planned", damaged=True)]
     sound = [folder for folder in counted if is_sound(folder)]
     first = {step_of(folder) // keep_every: folder for folder in reversed(counted)} if keep_every else {}
     regular = [folder for multiple, folder in first.items() if multiple]

@@ -3,7 +3,7 @@
 scripts/import_weights.py alone reads these formats. Each tensor of the network is used, or the import names it.
 """
 
-import argparse
+import contextlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -65,12 +65,12 @@ FORMATS = {
 READ_SETTINGS = {name for form in FORMATS.values() for name in form.settings}
 
 
-class Missing(ValueError):
-    """A setting that must be typed: its name, what a command shows in its place, and a value to go on with."""
-
-    def __init__(self, setting: str, shown: str, value: object, message: str):
-        super().__init__(message)
-        self.setting, self.shown, self.value = setting, shown, value
+def needed(words: list[str] | None, setting: str, shown: str, value: object, message: str) -> object:
+    """Raises ValueError for a setting that must be typed, or adds it to a command's words and returns `value`."""
+    if words is None:
+        raise ValueError(message)
+    words.append(f"{setting}={shown}")
+    return value
 
 
 # ---- which network of a file ----------------------------------------------------------------------------------------
@@ -91,9 +91,9 @@ def find_file(source: Path) -> Path:
     found = sorted(file for folder in (place, place / "checkpoints") for file in folder.glob("*")
                    if file.suffix in SUFFIXES)
     if len(found) != 1:
-        several = f"holds several weights files, such as {found[-1]}: name one, or join the shards of one network " \
-                  f"(docs/interop.md)" if found else f"holds no weights file, {', '.join(SUFFIXES)}"
-        raise ValueError(f"{place} {several if source.exists() else f'does not exist (looked from {Path.cwd()})'}.")
+        why = (f"does not exist (looked from {Path.cwd()})" if not source.exists() else
+               f"holds {len(found) or 'no'} weights files ({', '.join(SUFFIXES)}): name one, or join its shards")
+        raise ValueError(f"{place} {why}.")
     return found[0]
 
 
@@ -119,12 +119,16 @@ def networks_in(content: object) -> dict[str, dict[str, Tensor]]:
     return networks
 
 
-def choose(networks: Mapping[str, dict], content: Mapping, pair: tuple[str, str] | None, weights: str | None) -> str:
+def choose(
+    networks: Mapping[str, dict], content: Mapping, pair: tuple[str, str] | None, weights: str | None,
+    words: list[str] | None = None,         # as in `needed`
+) -> str:
     """Returns the name of the network that `weights` means, or of the average in a format's `pair`.
 
     Raises ValueError where that is none, or one of several.
     """
-    choices = " or ".join(f"weights={name}" for name in networks if name)
+    names = [name for name in networks if name]
+    choices = " or ".join(f"weights={name}" for name in names)
     if weights is not None:
         chosen = [name for name in networks if f"{name}.".startswith(f"{weights}.")]
         if len(chosen) != 1:
@@ -134,12 +138,12 @@ def choose(networks: Mapping[str, dict], content: Mapping, pair: tuple[str, str]
     if len(networks) == 2 and pair and by_key.keys() == {*pair}:
         return by_key[pair[0]]
     first = next(iter(networks))
-    odd = [key for key in ("ema", "ema_state_dict") if content.get(key) and key not in by_key]
-    if len(networks) > 1 or odd or any(key.startswith("model_ema.") for key in networks[first]):
-        what = "several networks" if len(networks) > 1 else f"an average {odd[0]} that is no state dict" if odd else (
-            "LitEma's average model_ema, whose names lack their dots")
-        raise Missing("weights", f"<{choices.replace('weights=', '')}>", first, f"it holds {what}: set {choices}, or "
-                      f"save one network by itself where it was made")
+    unread = [key for key in ("ema", "ema_state_dict") if content.get(key) and key not in by_key]
+    unread += [key for key in networks[first] if key.startswith("model_ema.")]  # LitEma's, whose names lack their dots
+    if len(networks) > 1 or unread:
+        what = f"an average, {unread[0]}, that is no state dict" if unread else "several networks"
+        return needed(words, "weights", f"<{' or '.join(names)}>", first,
+                      f"it holds {what}: set {choices}, or save one network by itself where it was made")
     return first
 
 
@@ -147,17 +151,15 @@ def choose(networks: Mapping[str, dict], content: Mapping, pair: tuple[str, str]
 
 
 def settings_in(content: object) -> Iterator[tuple[str, object]]:
-    """Yields names and values of the settings that a file holds, in dictionaries, namespaces and lists of any depth."""
+    """Yields names and values of the settings that a file holds, in dictionaries and lists of any depth."""
     waiting, seen = [content], set()
     while waiting:
         node = waiting.pop()
-        node = vars(node) if isinstance(node, argparse.Namespace) else node
-        if id(node) not in seen:
+        if isinstance(node, Mapping | list | tuple) and id(node) not in seen:  # one may lie in itself
             seen.add(id(node))
+            waiting += node.values() if isinstance(node, Mapping) else node
             if isinstance(node, Mapping):
                 yield from node.items()
-            waiting += [value for value in (node.values() if isinstance(node, Mapping) else node)
-                        if isinstance(value, Mapping | argparse.Namespace | list | tuple)]
 
 
 def check_settings(found: Mapping[str, list], form: Format) -> None:
@@ -213,9 +215,9 @@ def from_diffusers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     names = diffusers_names(depth_of(state, "transformer_blocks"))
     if odd := sorted({*state} ^ {name for copies in names.values() for name in copies}):
         raise ValueError(f"it {'has' if odd[0] in state else 'lacks'} the tensor {odd[0]}, unlike diffusers' DiT")
-    for copies in (copies for ours, copies in names.items() if "_embedder." in ours):
-        if other := next((name for name in copies if not torch.equal(state[name], state[copies[0]])), None):
-            raise ValueError(f"{other} differs from {copies[0]}, but a DiT has one embedder for all blocks")
+    for name, first in ((name, copies[0]) for ours, copies in names.items() if ".qkv." not in ours for name in copies):
+        if not torch.equal(state[name], state[first]):
+            raise ValueError(f"{name} differs from {first}, but a DiT has one embedder for all blocks")
     return {ours: torch.cat([state[name] for name in copies]) if ".qkv." in ours else state[copies[0]]
             for ours, copies in names.items()}
 
@@ -253,11 +255,10 @@ def without_tables(state: Mapping[str, Tensor], network: dict, found: Mapping[st
         raise ValueError(f"it {has[0]} feat_rope, {has[1]} mlp.w12 and {has[2]} norm1.weight, and is read with all of "
                          f"use_rope, use_swiglu and use_rmsnorm, or with none: save its complete state dict")
     side, head_dim = network["input_size"] // network["patch_size"], network["hidden_size"] // network["num_heads"]
-    angles = rotary_angles(torch.arange(side**2).unsqueeze(0), side, head_dim)[0, 0].repeat_interleave(2, dim=-1)
-    ours = {"feat_rope.freqs_cos": angles.cos(), "feat_rope.freqs_sin": angles.sin()}
-    if tables and (tables.keys() != ours.keys() or any(
-            tables[key].shape != value.shape or (tables[key] - value).abs().max() > 0.01  # float16 or bfloat16
-            for key, value in ours.items())):
+    angles = rotary_angles(torch.arange(side**2).unsqueeze(0), side, head_dim)[0, :, 0].repeat_interleave(2, dim=-1)
+    ours = {"feat_rope.freqs_cos": angles.cos(), "feat_rope.freqs_sin": angles.sin()} if tables else {}
+    if tables.keys() != ours.keys() or any(  # float16 or bfloat16
+            tables[key].shape != angles.shape or (tables[key] - ours[key]).abs().max() > 0.01 for key in ours):
         raise ValueError(f"it has feat_rope for other angles than {network['num_heads']} heads and {side} x {side} "
                          f"tokens have in LightningDiT: set num_heads=, if its number of heads is another")
     return {key: value for key, value in state.items() if key not in tables}
@@ -312,15 +313,16 @@ class Foreign:
 def read(
     file: Path, content: object, name: str, *, weights: str | None = None, num_heads: int | None = None,
     num_classes: int | None = None, input_size: int | None = None, autoencoder: str | None = None,
-    diffusion: dict | None = None, routes: list[dict] | None = None,
+    diffusion: dict | None = None,
+    words: list[str] | None = None,         # to which `needed` adds the settings that must be typed
 ) -> Foreign:
     """Reads a network from the content of a file in the format of this name.
 
-    Raises ValueError for tensors and settings that are not the format's, and Missing for a setting that it needs.
+    Raises ValueError for tensors and settings that are not the format's, and for a setting that must be typed.
     """
     form, networks, found = FORMATS[name], networks_in(content), {}
     sizes, configs, pipeline = beside_diffusers(file) if name == "diffusers" else ({}, [], None)
-    chosen = choose(networks, content, form.pair, weights)
+    chosen = choose(networks, content, form.pair, weights, words)
     for key, value in settings_in([content, *configs]):
         found.setdefault(key, []).append(value)
     check_settings(found, form)
@@ -335,52 +337,44 @@ def read(
         sizes["num_heads"] = len(state["x_embedder.proj.weight"]) // state["feat_rope.freqs_cos"].shape[-1]
     sizes |= {key: value for key, value in typed.items() if value is not None}
     if "pos_embed" not in state:
-        width, channels, _, patch = state["x_embedder.proj.weight"].shape
+        width, _, _, patch = state["x_embedder.proj.weight"].shape
         if "input_size" not in sizes:
-            raise Missing("input_size", "<side of the latents>", 2 * patch, "it holds no pos_embed, and no config.json "
-                          "is beside it: set input_size=, such as 32 for images of 256 pixels")
+            sizes["input_size"] = needed(
+                words, "input_size", "<side of the latents>", 2 * patch, "it holds no pos_embed, and no config.json is "
+                "beside it: set input_size=, such as 32 for images of 256 pixels")
         if (side := sizes["input_size"] // patch) ** 2 * width > MOST_POSITIONS:
             raise ValueError(f"latents of side {sizes['input_size']} would have {side**2:,} tokens: set input_size=, "
                              f"or correct sample_size in the config.json beside it")
         state["pos_embed"] = sincos_2d(width, side)
-    fused = {key: state.pop(key) for key in [*state] if name == "ours" and key.startswith("router.")}
     counts = [*found.get("num_classes", ()), *found.get("num_embeds_ada_norm", ())]
     classes = count_classes(len(state.get("y_embedder.embedding_table.weight", ())), num_classes, counts)
     try:
         network = infer_architecture(state, sizes.get("num_heads"), classes)
     except ValueError as error:
-        if "set num_heads=" in str(error):
-            raise Missing("num_heads", "<heads>", 1, str(error)) from None
-        raise
+        if "set num_heads=" not in str(error):
+            raise
+        network = infer_architecture(state, needed(words, "num_heads", "<heads>", 1, str(error)), classes)
     outputs, channels = 1 + network["learn_sigma"], network["in_channels"]
     if network["block"] not in form.blocks or outputs not in form.outputs:
         raise ValueError(f"it has the blocks of {network['block']}, and {outputs} output channels for each of its "
                          f"{channels}, unlike this format")
-    if odd := [f"{key}={value} does not fit its tensors, which have {network[key]}" for key, value in sizes.items()
-               if value != network[key]]:
-        raise ValueError(odd[0])
+    if (side := sizes.get("input_size", network["input_size"])) != network["input_size"]:
+        raise ValueError(f"input_size={side} does not fit its tensors, which have {network['input_size']}")
     if name == "lightningdit":
         state = without_tables(state, network, found)
-    if fused and not routes:
-        raise Missing("routes", "<the route>", [{"start_layer_idx": 0, "end_layer_idx": 0, "selection_ratio": 0.5}],
-                      "it fuses a route, as model=sprint does: set routes= to the one of its run")
-    network |= ({"routes": routes} if routes else {}) | ({"fusion": True} if fused else {})
-    state |= fused
     fit(state, network, "it")
     if form.backwards and network["learn_sigma"]:
         dropped.append("the second half of the last layer")
     if form.diffusion is diffusion is None:
-        raise Missing("diffusion", f"<{'|'.join(DIFFUSIONS)}>", {}, "it does not record its diffusion: set diffusion= "
-                      "as its run had it")
+        needed(words, "diffusion", f"<{'|'.join(DIFFUSIONS)}>", None,
+               "it does not record its diffusion: set diffusion= as its run had it")
 
-    if pipeline and (pipeline / "vae/config.json").is_file():
-        autoencoder = autoencoder or str(pipeline / "vae")
-    if not autoencoder and form.autoencoder and channels == 4 and mean is None:
-        autoencoder = "sd_vae_mse" if found.get("vae") == ["mse"] else form.autoencoder
-    if not autoencoder:
-        raise Missing("autoencoder", "<what decodes its latents, or none>", "none", f"its latents of {channels} "
-                      f"channels may be any autoencoder's: set autoencoder= to what decodes them (docs/data.md), or "
-                      f"to none")
+    usual = str(pipeline / "vae") if pipeline else "sd_vae_mse" if found.get("vae") == ["mse"] else form.autoencoder
+    if not autoencoder and (not form.autoencoder or channels != 4 or mean is not None):
+        autoencoder = needed(words, "autoencoder", "<what decodes its latents, or none>", "none",
+                             f"its latents of {channels} channels may be any autoencoder's: set autoencoder= to what "
+                             f"decodes them (docs/data.md), or to none")
+    autoencoder = autoencoder or usual
     convention = own_convention(autoencoder) or Convention()
     if mean is not None and variance is not None:
         convention = Convention(latents_mean=tuple(mean.double().tolist()),
@@ -399,17 +393,10 @@ def choices(file: Path, content: object) -> list[str]:
     """Lists the formats that a file fits, each with the settings to type and what it would mean."""
     fitting = []
     for name, form in FORMATS.items():
-        typed, words, found = {}, [f"format={name}"], None
-        while found is None:
-            try:
-                found = read(file, content, name, **typed)
-            except Missing as error:
-                typed[error.setting] = error.value
-                words.append(f"{error.setting}={error.shown}")
-            except ValueError:
-                break
-        if found and (name == "ours" or found.network["block"] == form.blocks[0]):  # its own blocks
-            fitting.append(f"{' '.join(words)} ({form.meaning})")
+        words = [f"format={name}"]
+        with contextlib.suppress(ValueError):
+            if read(file, content, name, words=words).network["block"] == form.blocks[0] or name == "ours":
+                fitting.append(f"{' '.join(words)} ({form.meaning})")
     return fitting
 
 

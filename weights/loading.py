@@ -4,7 +4,6 @@
 """
 
 import contextlib
-import re
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -20,8 +19,8 @@ from runtime import ranks
 from runtime.schema import read_record
 from weights import checkpoint as checkpoints
 from weights.averages import weights_name
-from weights.foreign import COMMAND, how_to_import
-from weights.reading import SUFFIXES, check_finite, from_hub, read_tensors
+from weights.foreign import how_to_import
+from weights.reading import SUFFIXES, check_finite, from_hub, how_to_download, read_tensors
 from weights.records import CheckpointRecord, build_diffusion, fit
 
 # ---- finding weights ------------------------------------------------------------------------------------------------
@@ -79,9 +78,11 @@ def find_checkpoint(path: str | Path, weights: str | None = None) -> Checkpoint:
             raise ValueError(f"The run {place} has saved no checkpoint yet; wait for its first save.")
     if place.exists():
         raise ValueError(how_to_import(place))
-    if is_hub_name(str(path)) and not place.parent.exists():
-        return open_checkpoint(download(str(path), name), name)
-    raise ValueError(nothing_at(str(path)))
+    to_type = how_to_download(str(path))
+    if len(place.parts) == 2 and "@" not in str(path) and to_type:  # user/name
+        return open_checkpoint(from_hub(str(path), "meta.json", name, remedy=to_type), name)
+    raise ValueError(f"There is no run and no checkpoint folder at {path}. Training keeps the newest "
+                     f"checkpoint.keep_last. Name runs/<name> or runs/<name>/checkpoints/step-….{to_type}")
 
 
 def file_name(weights: str | None) -> str:
@@ -116,58 +117,6 @@ def latest_checkpoint(run: Path, names: tuple[str, ...] | None = None) -> tuple[
         raise ValueError(f"None of the checkpoints in {run / 'checkpoints'} is complete; see the warnings. Restore "
                          f"one, or move the folder away to start from the beginning.")
     return newest
-
-
-# ---- the Hugging Face Hub -------------------------------------------------------------------------------------------
-
-# An address or name of a repository: what is before user/name, that, a revision, a branch, and the place inside it.
-ADDRESS = re.compile(r"(?:(https?://(?:huggingface\.co|hf\.co)/|hf://)?(\w[\w.-]*/\w[\w.-]*)(?:@([\w.-]+))?"
-                     r"(?:/(?:tree|blob|resolve)/([\w.-]+))?(?:/([^?#]+?))?/?(?:[?#].*)?)?")
-
-
-def is_hub_name(path: str) -> bool:
-    """True for user/name, as repositories of the Hugging Face Hub are called."""
-    return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path) is not None and not path.endswith(SUFFIXES)
-
-
-def download(repo: str, name: str) -> Path:
-    """Returns the folder, in the Hub's cache, of a checkpoint that was uploaded there, with the file of this name."""
-    from huggingface_hub.errors import RepositoryNotFoundError
-
-    folder = repo.partition("/")[2]
-    try:
-        return from_hub(repo, "meta.json", name, remedy=(
-            f"on a machine with internet, run `hf download {repo} meta.json {name} --local-dir {folder}`, copy that "
-            f"folder here, and name it instead of {repo}."))
-    except ValueError as error:
-        status = getattr(getattr(error.__cause__, "response", None), "status_code", None)
-        if status in (401, 403) or isinstance(error.__cause__, RepositoryNotFoundError):
-            raise ValueError(f"There is no {repo} here, and the Hub has none that you may read ({status}): check "
-                             f"the name, run `hf auth login`, and accept the terms on its page.") from error
-        if status == 404:
-            raise ValueError(f"There is no {repo} here, and on the Hugging Face Hub it lacks meta.json or {name}, as "
-                             f"weights of other code do. Run `hf download {repo} --local-dir {folder}`, then "
-                             f"`{COMMAND} source={folder} out=weights/{folder}`, which lists the formats.") from error
-        raise ValueError(f"There is no {repo} here, and {error}") from error
-
-
-def nothing_at(path: str) -> str:
-    """Writes what to type for a path that is not here: an address, a revision or folder of a repository, or a typo."""
-    plain = (f"There is no run and no checkpoint folder at {path}. Training keeps the newest checkpoint.keep_last and "
-             f"those of checkpoint.keep_every. Name runs/<name> or runs/<name>/checkpoints/step-….")
-    prefix, repo, tag, branch, inside = (ADDRESS.fullmatch(path) or ADDRESS.fullmatch("")).groups()
-    if not repo or not prefix and (path.endswith(SUFFIXES) or inside and Path(path).parent.exists()):
-        return plain if "://" not in path else (
-            f"{path} is an address: download the file with curl -LO, then `{COMMAND} source=<file> out=weights/x`.")
-    what = f"{path} is an address:" if prefix else f"{plain} If {repo} is on the Hugging Face Hub,"
-    folder, revision = repo.partition("/")[2], {None: "", "main": ""}.get(tag or branch, f" --revision {tag or branch}")
-    if not inside and not revision and prefix:
-        return f"{what} name {repo} instead."
-    is_file = inside and inside.endswith(SUFFIXES)
-    part = f" {inside}" if is_file else f" --include '{inside}/*'" if inside else ""
-    then = f"`{COMMAND} source={folder}/{inside} out=weights/{folder}`" if is_file else (
-        f"name {'/'.join(filter(None, [folder, inside]))}")
-    return f"{what} run `hf download {repo}{part}{revision} --local-dir {folder}`, then {then}."
 
 
 # ---- loading weights ------------------------------------------------------------------------------------------------
@@ -217,8 +166,7 @@ def load_trained(
     check_finite(state, checkpoint.file)
     most = max(max(data.classes or [0]) + 1, len(data.class_names or ()), len(data.display_names or ()))
     if most > net.num_classes:
-        raise ValueError(f"{checkpoint.folder / 'meta.json'} has {most} classes in data, but its network "
-                         f"{net.num_classes}.")
+        raise ValueError(f"{checkpoint.folder / 'meta.json'} has {most} classes, but its network {net.num_classes}.")
     net.null_label = net.null_label and record.null_label
     net.to(device).float().eval()  # not frozen, as autocast caches its casts of trainable weights only
     return Trained(
@@ -228,14 +176,10 @@ def load_trained(
         {"network": record.network, "diffusion": record.diffusion})
 
 
-# ---- weights by their hash -----------------------------------------------------------------------------------------
-
-
-def find_by_hash(paths: list[str | Path], sha256: str | None) -> Checkpoint | None:
-    """Finds the weights with this SHA-256 at one of the paths, or in an older checkpoint of a run among them."""
-    older = [folder / "ema.safetensors" for path in paths for folder in reversed(checkpoints.all_steps(Path(path)))]
-    for path in (*paths, *older):
+def has_weights(path: str | Path, sha256: str | None) -> bool:
+    """True if the weights at a path, or in an older checkpoint of a run there, have this SHA-256."""
+    for place in (path, *reversed(checkpoints.all_steps(Path(path)))):
         with contextlib.suppress(OSError, ValueError):  # no weights there
-            if (checkpoint := find_checkpoint(path)).sha256 == sha256:
-                return checkpoint
-    return None
+            if find_checkpoint(place).sha256 == sha256:
+                return True
+    return False

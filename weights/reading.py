@@ -2,12 +2,12 @@
 
 import argparse
 import importlib
+import re
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -18,6 +18,27 @@ from runtime.untrusted import reading
 SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin")
 PYTHON = "python:"  # python:module.function
 MOST_PICKLED = 2**23  # bytes of the pickle in a .pt, each of which may become a list; 1,000 tensors take 200,000
+
+
+# A repository of the Hugging Face Hub, user/name: before it its address, after it a revision and a place inside it.
+REPOSITORY = re.compile(r"(?P<address>https?://(?:huggingface\.co|hf\.co)/|hf://)?(?P<repo>\w[\w.-]*/\w[\w.-]*)"
+                        r"(?:(?:@|/(?:tree|blob|resolve)/)(?P<revision>[\w.-]+))?(?:/(?P<inside>[^?#]+?))?/?(?:[?#].*)?")
+
+
+def how_to_download(name: str, *patterns: str) -> str:
+    """Writes how to download what a name or an address means: all of it, or its files of these patterns.
+
+    Returns an empty string for what can be neither, such as a path in a folder that is here.
+    """
+    match = REPOSITORY.fullmatch(name)
+    if not match or not match["address"] and (name.endswith(SUFFIXES) or Path(match["repo"]).parent.exists()):
+        return " Download the file, then name it." if "://" in name else ""
+    _, repo, revision, inside = match.groups()
+    folder = repo.partition("/")[2]
+    patterns = [inside if inside.endswith(SUFFIXES) else f"{inside}/*"] if inside else patterns
+    options = [f"--include '{pattern}'" for pattern in patterns] + ([f"--revision {revision}"] if revision else [])
+    return (f" If {repo} is on the Hugging Face Hub, run (with internet) `{' '.join(['hf download', repo, *options])} "
+            f"--local-dir {folder}`, then name ./{Path(folder, inside or '')} instead.")
 
 
 def from_hub(repo: str, *names: str, remedy: str) -> Path:
@@ -32,11 +53,13 @@ def from_hub(repo: str, *names: str, remedy: str) -> Path:
             if not (empty := [file for file in found if not file.stat().st_size]):
                 return found[-1].parent
         except Exception as error:  # huggingface_hub and its HTTP client each raise their own
+            if getattr(getattr(error, "response", None), "status_code", None) in (401, 403):
+                remedy = "check its name, run `hf auth login`, and accept the terms on its page."
             if not cached_only:
                 why = f"{empty[0]} is empty, and " if empty else ""
                 raise ValueError(f"{why}{' and '.join(names)} of {repo} could not be downloaded from the Hugging Face "
-                                 f"hub ({first_line(error)}): {remedy}") from error
-    raise ValueError(f"{empty[0]} is empty, as {repo} has it: {remedy}")
+                                 f"Hub ({first_line(error)}): {remedy.strip()}") from error
+    raise ValueError(f"{empty[0]} is empty, as {repo} has it: {remedy.strip()}")
 
 
 def read_tensors(file: Path) -> object:
@@ -49,10 +72,7 @@ def read_tensors(file: Path) -> object:
     with reading(file, "a file of weights", "copy it again, or save its state dict as .safetensors where it was made"):
         open_plain(file).close()
         if file.suffix == ".safetensors":
-            with safe_open(file, "pt") as opened:
-                names = opened.metadata() or {}  # save_model stores one of the tensors that share memory, and all names
-            tensors = load_file(file)
-            return tensors | {name: tensors[kept] for name, kept in names.items() if kept in tensors}
+            return load_file(file)
         if is_zip := zipfile.is_zipfile(file):
             check_archive(file)
         # DiT's train.py saves an argparse.Namespace with the weights: a bag of plain values, safe to build.

@@ -16,7 +16,7 @@ from training_runs import write_run
 import sample
 from runtime import files
 from weights import checkpoint as checkpoints
-from weights.loading import find_by_hash, find_checkpoint, load_trained
+from weights.loading import find_checkpoint, has_weights, load_trained
 
 NETWORK = dict(input_size=4, patch_size=2, in_channels=3, hidden_size=8, depth=2, num_heads=2, num_classes=3)
 STEP = Path("run/checkpoints/step-00000002")
@@ -75,18 +75,17 @@ def test_each_kind_of_path_names_one_file(path, weights, file, here, monkeypatch
     ("mine.safetensors", None, "source=mine.safetensors out=weights/mine and one of format=.*format=ours "
      "num_heads=<heads> diffusion=<edm.ddpm.rf> autoencoder=<what decodes its latents, or none>"),
     ("notes", None, "notes is no run, no checkpoint folder and nothing to import: notes holds no weights file"),
-    ("notes/a.txt", None, "nothing to import: notes/a.txt cannot be read as weights"),
-    ("run/nowhere", None, "at run/nowhere.*run `hf download run/nowhere --local-dir nowhere`, then name nowhere"),
-    ("a/b/c", None, "hf download a/b --include 'c/.' --local-dir b`, then name b/c"),
-    ("a/b@v1", None, "hf download a/b --revision v1 --local-dir b`, then name b"),
+    ("notes/a.txt", None, "nothing to import: notes/a.txt is not a file of weights"),
+    ("run/nowhere", None, "at run/nowhere.*step-….$"),
+    ("a/b/c", None, "hf download a/b --include 'c/.' --local-dir b`, then name ./b/c"),
+    ("a/b@v1", None, "hf download a/b --revision v1 --local-dir b`, then name ./b"),
     ("./a/b", None, r"no checkpoint folder at \./a/b.*step-….$"), ("a/b.pt", None, r"at a/b.pt.*step-….$"),
-    ("https://huggingface.co/me/x", None, "is an address: name me/x instead"),
-    ("hf://me/x@v1/sub", None, "hf download me/x --include 'sub/.' --revision v1 --local-dir x`, then name x/sub"),
+    ("https://huggingface.co/me/x", None, "`hf download me/x --local-dir x`, then name ./x"),
+    ("hf://me/x@v1/sub", None, "hf download me/x --include 'sub/.' --revision v1 --local-dir x`, then name ./x/sub"),
     ("https://huggingface.co/me/x/resolve/main/x.pt?download=true", None,
-     "`hf download me/x x.pt --local-dir x`, then `python scripts/import_weights.py source=x/x.pt out=weights/x`"),
-    ("https://example.org/x.pt", None, "is an address: download the file"),
-    ("me/x", None, "There is no me/x here, and meta.json and ema.safetensors of me/x could not be "
-     "downloaded .*`hf download me/x meta.json ema.safetensors --local-dir x`"),
+     "`hf download me/x --include 'x.pt' --revision main --local-dir x`, then name ./x/x.pt"),
+    ("https://example.org/x.pt", None, "at https://example.org/x.pt.*Download the file, then name it"),
+    ("me/x", None, "^meta.json and ema.safetensors of me/x could not be downloaded .*`hf download me/x --local-dir x`"),
 ])
 def test_what_is_not_there_is_a_line_with_what_to_type(path, which, says, here):
     checkpoints.save(Path("average"), {"ema-0.99": {"a": torch.ones(1)}, "training": {}}, {"step": 3})
@@ -105,11 +104,10 @@ def test_what_is_not_there_is_a_line_with_what_to_type(path, which, says, here):
     assert "\n" not in str(refused.value)
 
 
-def test_weights_are_found_by_their_hash_in_an_older_checkpoint_and_under_another_name(here):
-    older = find_checkpoint("run/checkpoints/step-00000001")
-    assert find_by_hash(["nowhere", "alone", "run"], older.sha256) == older
-    assert find_by_hash(["alone"], find_checkpoint("run").sha256).file == Path("alone/ema.safetensors")
-    assert find_by_hash(["run"], "0") is None
+def test_weights_are_known_by_their_hash_in_an_older_checkpoint_and_under_another_name(here):
+    older, newest = (find_checkpoint(path).sha256 for path in ("run/checkpoints/step-00000001", "run"))
+    assert older != newest and [has_weights("run", sha256) for sha256 in (older, newest, "0")] == [True, True, False]
+    assert has_weights("alone", newest) and not has_weights("alone", older) and not has_weights("nowhere", older)
 
 
 # ---- the Hugging Face Hub -------------------------------------------------------------------------------------------
@@ -144,7 +142,7 @@ class Refused(Exception):
 
 @pytest.mark.parametrize("status, says", [
     (401, "`hf auth login`"), (403, "`hf auth login`"),
-    (404, "`hf download me/x --local-dir x`, then `python scripts/import_weights.py source=x out=weights/x`"),
+    (404, "meta.json and ema.safetensors of me/x could not .*`hf download me/x --local-dir x`, then name ./x"),
 ])
 def test_a_repository_that_one_may_not_read_or_of_other_code_says_what_to_type(status, says, here, monkeypatch):
     def refuse(*_, **__):
