@@ -8,7 +8,7 @@ dense, `net(x, t, y, routes=net.routes)` is routed.
 import math
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +66,8 @@ class TimestepEmbedder(nn.Module):
     def forward(self, t: Tensor) -> Tensor:
         angles = t.float()[:, None] * timestep_frequencies(self.frequency_embedding_size // 2, t.device)
         embedding = torch.cat([angles.cos(), angles.sin()], dim=-1)
-        return self.mlp(embedding.to(self.mlp[0].weight.dtype))
+        first = cast(nn.Linear, self.mlp[0])    # torch's stubs say that a Sequential gives a Module
+        return self.mlp(embedding.to(first.weight.dtype))
 
 
 class LabelEmbedder(nn.Module):
@@ -105,6 +106,8 @@ class DiT(nn.Module):
     Without a `null_label`, the table of labels has no row for guidance by the label. Raises ValueError for sizes that
     do not divide and for routes that do not fit (see `resolve_routes`).
     """
+
+    pos_embed: Tensor       # (1, N, hidden_size)
 
     def __init__(
         self,
@@ -155,15 +158,15 @@ class DiT(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
+            if isinstance(module, nn.Linear | nn.Conv2d) and module.bias is not None:
+                nn.init.zeros_(module.bias)
         # A patch embedding is a linear layer over the flattened patch, so it is initialised as one.
         nn.init.xavier_uniform_(self.x_embedder.proj.weight.flatten(1))
-        nn.init.zeros_(self.x_embedder.proj.bias)
         self.pos_embed.copy_(sincos_2d(self.pos_embed.shape[-1], self.input_size // self.patch_size))
         nn.init.normal_(self.y_embedder.embedding_table.weight, std=0.02)
-        nn.init.normal_(self.t_embedder.mlp[0].weight, std=0.02)
-        nn.init.normal_(self.t_embedder.mlp[2].weight, std=0.02)
+        for name, weight in self.t_embedder.named_parameters():
+            if name.endswith("weight"):
+                nn.init.normal_(weight, std=0.02)
         if starts_as_identity:
             gates = [module[-1] for name, module in self.named_modules() if name.endswith("adaLN_modulation")]
             for layer in (*gates, self.final_layer.linear):
@@ -241,7 +244,7 @@ def depth_of(state_dict: Mapping[str, Tensor], blocks: str) -> int:
 
 def infer_architecture(
     state_dict: Mapping[str, Tensor], num_heads: int | None = None, num_classes: int | None = None,
-) -> dict:
+) -> dict[str, Any]:
     """Infers a DiT's constructor arguments from the shapes of its weights, for files without a config.
 
     The number of heads cannot be inferred from the shapes; the default is that of the published size with this width
@@ -263,8 +266,8 @@ def infer_architecture(
         mlp_ratio = kind.read_mlp_ratio(first, hidden_size)
         depth = depth_of(state_dict, "blocks")
     except (ValueError, LookupError, ZeroDivisionError) as error:
-        first = ", ".join(list(state_dict)[:3])[:200]
-        raise ValueError(f"These weights are not a DiT's: {error!r} in {len(state_dict)} tensors, {first} first."
+        names = ", ".join(list(state_dict)[:3])[:200]
+        raise ValueError(f"These weights are not a DiT's: {error!r} in {len(state_dict)} tensors, {names} first."
                          ) from None
     null_label = {} if num_labels > 1 and num_labels != num_classes else {"null_label": False}
     heads = {(size["hidden_size"], size["depth"]): size["num_heads"] for size in kind.models.values()}

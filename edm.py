@@ -7,13 +7,13 @@ import math
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate, repeat
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 from annotated_types import Gt
-from torch import Tensor, nn
+from torch import Tensor
 
-from guidance import UNGUIDED, Guidance
+from guidance import UNGUIDED, Forward, Guidance, Network
 from routing_module import Route
 
 
@@ -42,7 +42,7 @@ class EDM:
         c_noise = sigma.log() / 4
         return c_skip, c_out, c_in, c_noise
 
-    def denoise(self, net: nn.Module, x: Tensor, sigma: Tensor, y: Tensor, routes: tuple[Route, ...] = ()) -> Tensor:
+    def denoise(self, net: Forward, x: Tensor, sigma: Tensor, y: Tensor, routes: tuple[Route, ...] = ()) -> Tensor:
         """Estimates the clean latent D_x (B, C, h, w) from a noised x at noise levels sigma (B,) (Eq. 7), in float32.
 
         The network runs in the precision of the caller's autocast; everything around it is float32. A network that
@@ -54,7 +54,7 @@ class EDM:
         return c_skip * x + c_out * F_x
 
     def loss(
-        self, net: nn.Module, x: Tensor, y: Tensor, routes: tuple[Route, ...] = (),
+        self, net: Forward, x: Tensor, y: Tensor, routes: tuple[Route, ...] = (),
         sigma: Tensor | None = None, eps: Tensor | None = None,
         mask_noise: Tensor | None = None,
     ) -> Tensor:
@@ -76,7 +76,7 @@ class EDM:
 
     @torch.no_grad()
     def sample(
-        self, net: nn.Module, noise: Tensor, y: Tensor, num_steps: int = 40,
+        self, net: Network, noise: Tensor, y: Tensor, num_steps: int = 40,
         sigma_min: float = 0.002, sigma_max: float = 80, rho: float = 7,
         S_churn: float = 0, S_min: float = 0, S_max: float = math.inf, S_noise: float = 1,
         guidance: Guidance | None = None, randn_like: Callable[[Tensor], Tensor] = torch.randn_like,
@@ -131,10 +131,11 @@ class DDPM(EDM):
 
     @torch.no_grad()
     def sample(
-        self, net: nn.Module, noise: Tensor, y: Tensor, num_steps: int = 40, solver: str = "heun",
+        self, net: Network, noise: Tensor, y: Tensor, num_steps: int = 40,
         sigma_min: float = 0.002, sigma_max: float = 80, rho: float = 7,
         S_churn: float = 0, S_min: float = 0, S_max: float = math.inf, S_noise: float = 1,
         guidance: Guidance | None = None, randn_like: Callable[[Tensor], Tensor] = torch.randn_like,
+        solver: Literal["heun", "ancestral"] = "heun",
     ) -> Tensor:
         """Turns unit noise (B, C, h, w) into latents (B, C, h, w) float32.
 
@@ -147,7 +148,7 @@ class DDPM(EDM):
         return super().sample(net, noise, y, num_steps, sigma_min, sigma_max, rho, S_churn, S_min, S_max, S_noise,
                               guidance, randn_like)
 
-    def predict(self, net: nn.Module, x: Tensor, sigma: Tensor, y: Tensor, routes: tuple[Route, ...] = ()) -> Tensor:
+    def predict(self, net: Forward, x: Tensor, sigma: Tensor, y: Tensor, routes: tuple[Route, ...] = ()) -> Tensor:
         """Estimates eps, and where the variance lies in its range from -1 to 1: (B, 2C, h, w) float32.
 
         x is a state of variance 1, sqrt(abar)·x_0 + sqrt(1 - abar)·eps. Raises ValueError for a network without
@@ -160,7 +161,7 @@ class DDPM(EDM):
         return out
 
     def sample_ancestral(
-        self, net: nn.Module, noise: Tensor, y: Tensor, num_steps: int = 250, guidance: Guidance | None = None,
+        self, net: Network, noise: Tensor, y: Tensor, num_steps: int = 250, guidance: Guidance | None = None,
         randn_like: Callable[[Tensor], Tensor] = torch.randn_like,
     ) -> Tensor:
         """Turns unit noise into latents through x_{t-1} ~ p(x_{t-1} | x_t) (DDPM, arXiv 2006.11239, Algorithm 2).

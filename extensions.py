@@ -4,15 +4,17 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Callable
+from typing import Any
 
 
 def names(room: str) -> list[str]:
-    """Lists the extensions of a package: its files, but for those in its HELPERS."""
+    """Lists the extensions of a package: its files, but for those in its HELPERS, if it has any."""
     package = importlib.import_module(room)
-    return sorted({module.name for module in pkgutil.iter_modules(package.__path__)} - package.HELPERS)
+    files = {module.name for module in pkgutil.iter_modules(package.__path__)}
+    return sorted(files - getattr(package, "HELPERS", set()))
 
 
-def find(room: str, name: str) -> Callable:
+def find(room: str, name: str) -> Any:
     """Returns the only class below the package's BASE that <room>/<name>.py declares, or its only function.
 
     Names that begin with _ do not count. Raises ValueError where there is no such file, and where it declares none or
@@ -32,7 +34,7 @@ def find(room: str, name: str) -> Callable:
     return found[0]
 
 
-def keywords_of(kind: Callable) -> dict[str, inspect.Parameter]:
+def keywords_of(kind: Callable[..., object]) -> dict[str, inspect.Parameter]:
     """Returns the settings of an extension: its parameters that are given by name alone."""
     parameters = inspect.signature(kind).parameters
     return {name: one for name, one in parameters.items() if one.kind is one.KEYWORD_ONLY}

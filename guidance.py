@@ -9,13 +9,35 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cache, lru_cache, partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from routing_module import Route, resolve_routes
+from routing_module import Route, Router, resolve_routes
 
 Gamma = float | tuple[float, float]  # a selection ratio, or the first and last one of a cosine schedule
+
+
+class Forward(Protocol):
+    """The call of a network: it maps states x (B, C, h, w), noise levels t (B,) and labels y (B,) to its prediction."""
+
+    def __call__(
+        self, x: Tensor, t: Tensor, y: Tensor, routes: tuple[Route, ...] = (), mask_noise: Tensor | None = None,
+    ) -> Tensor: ...
+
+
+class Network(Forward, Protocol):
+    """A network that can be guided, such as `dit.DiT`: its call, and what the passes are chosen by."""
+
+    in_channels: int
+    input_size: int
+    num_classes: int
+    null_label: bool
+    pos_embed: Tensor
+    blocks: nn.ModuleList
+    routes: tuple[Route, ...]
+    router: Router
 
 
 def ends(ratio: Gamma) -> tuple[float, float]:
@@ -54,7 +76,7 @@ class Guidance:
     gamma1: Gamma = 0.0
     gamma2: Gamma = 0.0
     drop_label: bool = True
-    net2: nn.Module | None = None
+    net2: Network | None = None
     interval: tuple[float, float] | None = None
     routes: tuple[Route, ...] | None = None
     channels: int | None = None
@@ -68,7 +90,7 @@ class Guidance:
             raise ValueError(f"gamma1={self.gamma1} gamma2={self.gamma2}: selection ratios must lie in [0, 1], and "
                              f"gamma1, of the strong pass, must not exceed gamma2. Only schedules may cross.")
 
-    def record(self) -> dict:
+    def record(self) -> dict[str, Any]:
         """Returns the settings as JSON would restore them, without the weak network, whose path only the caller knows.
 
         `channels` appears only if it is set, so that other records are the same as in older files.
@@ -81,7 +103,7 @@ class Guidance:
             record["kind"] = {"name": type(self).__module__.rpartition(".")[2], **own}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in record.items()}
 
-    def check(self, net: nn.Module) -> None:
+    def check(self, net: Network) -> None:
         """Raises ValueError if `net` and the weak network do not support this guidance."""
         for name, gamma, network in (("gamma1", self.gamma1, net), ("gamma2", self.gamma2, self.net2 or net)):
             if self.routes is not None:
@@ -89,7 +111,7 @@ class Guidance:
             if any(ends(gamma)) and not (network.routes if self.routes is None else self.routes):
                 raise ValueError(f"{name}={gamma} needs a network with a route, and this one has none: set "
                                  f"routes='[{{start_layer_idx: 2, end_layer_idx: -4}}]', or choose guidance=cfg.")
-        if self.drop_label and self.scale != 1 and not getattr(self.net2 or net, "null_label", True):
+        if self.drop_label and self.scale != 1 and not (self.net2 or net).null_label:
             raise ValueError("guidance by the label needs a null label, but these weights have none, as they were "
                              "trained with label_dropout=0: leave guidance out, or set drop_label=false.")
         if self.channels is not None and not 1 <= self.channels <= net.in_channels:
@@ -99,7 +121,7 @@ class Guidance:
             raise ValueError(f"The weak network has channels, side and classes {shape_of(self.net2)}, but the "
                              f"strong one {shape_of(net)}: choose a checkpoint of the same data.")
 
-    def routes_at(self, net: nn.Module, gamma: Gamma, progress: float) -> tuple[Route, ...]:
+    def routes_at(self, net: Network, gamma: Gamma, progress: float) -> tuple[Route, ...]:
         """Returns the routes of one pass; () at a ratio of 0, which is the dense network."""
         ratio = ratio_at(gamma, progress)
         if not ratio:
@@ -112,7 +134,7 @@ class Guidance:
         return weak + self.scale * (strong - weak)
 
     def guide(
-        self, predict: Callable[..., Tensor], net: nn.Module, noise: Tensor, y: Tensor, num_steps: int,
+        self, predict: Callable[..., Tensor], net: Network, noise: Tensor, y: Tensor, num_steps: int,
     ) -> Callable[[Tensor, float, int], Tensor]:
         """Guides `predict(net, x, t, y, routes)`, a diffusion's estimate, for one sampler run of `num_steps` steps.
 
@@ -125,11 +147,12 @@ class Guidance:
         mask_noise_at = mask_noise_from(noise)
 
         def guided(x: Tensor, t: float, step: int) -> Tensor:
-            def run(network: nn.Module, routes: tuple[Route, ...], x: Tensor, y: Tensor) -> Tensor:
+            def run(network: Network, routes: tuple[Route, ...], x: Tensor, y: Tensor) -> Tensor:
+                forward: Forward = network
                 if routes:
                     mask_noise = mask_noise_at(step, len(routes), network.pos_embed.shape[1])
-                    network = partial(network, mask_noise=mask_noise.repeat(len(x) // len(mask_noise), 1, 1))
-                return predict(network, x, torch.full((len(x),), t, device=x.device), y, routes)
+                    forward = partial(network, mask_noise=mask_noise.repeat(len(x) // len(mask_noise), 1, 1))
+                return predict(forward, x, torch.full((len(x),), t, device=x.device), y, routes)
 
             progress = step / max(1, num_steps - 1)
             routes1, routes2 = self.routes_at(net, self.gamma1, progress), self.routes_at(net2, self.gamma2, progress)
@@ -174,5 +197,5 @@ def mask_noise_from(noise: Tensor) -> Callable[[int, int, int], Tensor]:
     return mask_noise_at
 
 
-def shape_of(net: nn.Module) -> tuple[int, int, int]:
+def shape_of(net: Network) -> tuple[int, int, int]:
     return net.in_channels, net.input_size, net.num_classes

@@ -6,6 +6,7 @@
 Math in the paper's letters: t is a noise level in [0, 1], z_t = (1 - t)·x + t·eps the state, v = eps - x its velocity.
 """
 
+import importlib
 import math
 from collections.abc import Callable
 from functools import partial
@@ -14,9 +15,9 @@ from typing import Annotated, Literal, get_args
 import torch
 import torch.nn.functional as F
 from annotated_types import Ge, Gt
-from torch import Tensor, nn
+from torch import Tensor
 
-from guidance import UNGUIDED, Guidance
+from guidance import UNGUIDED, Forward, Guidance, Network
 from routing_module import Route
 
 LAST_STEP = 0.04      # noise level at which the SDE's last step begins, which adds no noise
@@ -63,7 +64,7 @@ class RF:
         """Samples noise levels (B,) and unit noise like x (B, C, h, w), as `loss` takes them."""
         return self.draw_t(x), torch.randn_like(x)
 
-    def velocity(self, net: nn.Module, z: Tensor, t: Tensor, y: Tensor, routes: tuple[Route, ...] = ()) -> Tensor:
+    def velocity(self, net: Forward, z: Tensor, t: Tensor, y: Tensor, routes: tuple[Route, ...] = ()) -> Tensor:
         """Estimates the velocity v (B, C, h, w) at states z and noise levels t (B,), in float32.
 
         The network runs in the precision of the caller's autocast. A network that also predicts variances (learn_sigma)
@@ -73,7 +74,7 @@ class RF:
         return net(z, t.float(), y, routes=routes)[:, : z.shape[1]].float()
 
     def loss(
-        self, net: nn.Module, x: Tensor, y: Tensor, routes: tuple[Route, ...] = (),
+        self, net: Forward, x: Tensor, y: Tensor, routes: tuple[Route, ...] = (),
         t: Tensor | None = None, eps: Tensor | None = None,
         mask_noise: Tensor | None = None,
     ) -> Tensor:
@@ -100,7 +101,7 @@ class RF:
 
     @torch.no_grad()
     def sample(
-        self, net: nn.Module, noise: Tensor, y: Tensor, num_steps: int = 40, solver: Solver = "euler",
+        self, net: Network, noise: Tensor, y: Tensor, num_steps: int = 40, solver: Solver = "euler",
         guidance: Guidance | None = None,
         shift: Shift = None, randn_like: Callable[[Tensor], Tensor] = torch.randn_like,
     ) -> Tensor:
@@ -116,8 +117,8 @@ class RF:
         if solver == "euler_maruyama":
             return self.sample_euler_maruyama(net, noise, y, num_steps, guidance, shift, randn_like)
         v = (guidance or UNGUIDED).guide(self.velocity, net, noise, y, num_steps)
-        t_steps = torch.linspace(1, 0, num_steps + 1, dtype=torch.float64)
-        t_steps = shifted(t_steps, shift or self.shift, noise.shape).tolist()
+        ramp = torch.linspace(1, 0, num_steps + 1, dtype=torch.float64)
+        t_steps = shifted(ramp, shift or self.shift, noise.shape).tolist()
 
         z_next = noise.double()
         for i in range(num_steps):
@@ -132,7 +133,7 @@ class RF:
         return z_next.float()
 
     def sample_euler_maruyama(
-        self, net: nn.Module, noise: Tensor, y: Tensor, num_steps: int = 250, guidance: Guidance | None = None,
+        self, net: Network, noise: Tensor, y: Tensor, num_steps: int = 250, guidance: Guidance | None = None,
         shift: Shift = None, randn_like: Callable[[Tensor], Tensor] = torch.randn_like,
     ) -> Tensor:
         """Turns unit noise into latents by the SDE dz = (v - t·s) dt + sqrt(2t) dW, whose score is s (SiT, Eq. 4).
@@ -141,8 +142,8 @@ class RF:
         A shift moves all of them, as in SR-DiT. `randn_like` samples the noise of each step except the last.
         """
         v = (guidance or UNGUIDED).guide(self.velocity, net, noise, y, num_steps)
-        t_steps = torch.linspace(1, LAST_STEP, num_steps, dtype=torch.float64)
-        t_steps = [*shifted(t_steps, shift or self.shift, noise.shape).tolist(), 0.0]
+        ramp = torch.linspace(1, LAST_STEP, num_steps, dtype=torch.float64)
+        t_steps = [*shifted(ramp, shift or self.shift, noise.shape).tolist(), 0.0]
 
         z_next = noise.double()
         for i in range(num_steps):
@@ -156,7 +157,7 @@ class RF:
 
 
 def sample_tread(
-    net1: nn.Module, gamma1: float, net2: nn.Module, gamma2: float, noise: Tensor, y: Tensor, num_steps: int = 40,
+    net1: Network, gamma1: float, net2: Network, gamma2: float, noise: Tensor, y: Tensor, num_steps: int = 40,
     scale: float = 1.5, routes: tuple[Route, ...] | None = None,
 ) -> Tensor:
     """Samples a flow-matching network guided by a difference in selection ratio (arXiv 2601.01608, SG).
@@ -165,13 +166,11 @@ def sample_tread(
     passes see the label; the official code drops it in both. noise is (B, C, h, w), y (B,); returns latents like
     noise, float32. `routes` are for networks without routes.
     """
-    net2 = None if net2 is net1 else net2
-    guidance = Guidance(scale, gamma1, gamma2, drop_label=False, net2=net2, routes=routes)
+    weak = None if net2 is net1 else net2
+    guidance = Guidance(scale, gamma1, gamma2, drop_label=False, net2=weak, routes=routes)
     return RF().sample(net1, noise, y, num_steps, guidance=guidance)
 
 
 if __name__ == "__main__":
     # The command lives in sample.py, which knows every diffusion. The modules of the method do not import it.
-    import sample
-
-    sample.compare_guided()
+    importlib.import_module("sample").compare_guided()

@@ -60,7 +60,7 @@ class Route:
             return ()
         return (torch.rand(1 if self.drop_batch else count, device=device) < self.path_drop,)
 
-    def plain(self) -> dict:
+    def plain(self) -> dict[str, float | bool | None]:
         """Returns the route's keywords for a record, without those at their default."""
         return {part.name: value for part in fields(self) if (value := getattr(self, part.name)) != part.default}
 
@@ -73,8 +73,9 @@ def resolve_routes(routes: Iterable[Route], depth: int) -> tuple[Route, ...]:
     """
     resolved = []
     for route in routes:
-        indices = (route.start_layer_idx, route.end_layer_idx, route.return_from)
-        start, end, source = (i + depth if i is not None and i < 0 else i for i in indices)
+        start, end = (i + depth if i < 0 else i for i in (route.start_layer_idx, route.end_layer_idx))
+        source = route.return_from
+        source = source + depth if source is not None and source < 0 else source
         for is_right, rule in (
             (0 <= start < depth and 0 <= end < depth, f"leaves it: indices lie in [{-depth}, {depth - 1}]"),
             (start <= end, f"runs backwards, from block {start} to block {end}"),
@@ -128,17 +129,17 @@ class RouteSchedule:
     @cached_property
     def phases(self) -> dict[int, tuple[tuple[Route, ...], ...]]:
         """The routes that a step chooses from, by the first step of each phase."""
-        def at_ratio(routes: tuple[Route, ...], ratio: float) -> tuple[Route, ...]:
-            return tuple(replace(route, selection_ratio=ratio) for route in routes)
+        def at_ratios(routes: tuple[Route, ...], *ratios: float) -> tuple[tuple[Route, ...], ...]:
+            return tuple(tuple(replace(route, selection_ratio=ratio) for route in routes) for ratio in ratios)
 
         changes, latest = [(self.dense_before or 0, self.routes), *self.changes], self.routes
-        phases = [(0, (at_ratio(latest, 0.0),))] if self.dense_before else []
+        phases = [(0, at_ratios(latest, 0.0))] if self.dense_before else []
         for start, routes in changes:
-            latest = routes or at_ratio(latest, 0.0)
-            sampled = tuple(at_ratio(latest, ratio) for ratio in self.selection_ratios) if routes else ()
+            latest = routes or at_ratios(latest, 0.0)[0]
+            sampled = at_ratios(latest, *self.selection_ratios) if routes else ()
             phases.append((start, sampled or (latest,)))
         if self.dense_after is not None:
-            phases.append((self.dense_after, (at_ratio(latest, 0.0),)))
+            phases.append((self.dense_after, at_ratios(latest, 0.0)))
         starts = [start for start, _ in phases]
         if any(later <= start for start, later in pairwise(starts)):
             raise ValueError(f"The routes change at steps {', '.join(map(str, starts[1:]))}: each change must come "
@@ -186,8 +187,11 @@ def stretches(active: Mapping[int, Route], depth: int) -> Iterator[tuple[range, 
         cuts |= {source, start, end + 1}
         starting[start] = r, route
     for first, last in pairwise(sorted(cuts)):
-        r, route = starting.get(first, (None, None))
-        yield range(first, first if route and route.selection_ratio == 1 else last), r, route
+        if first in starting:
+            r, route = starting[first]
+            yield range(first, first if route.selection_ratio == 1 else last), r, route
+        else:
+            yield range(first, last), None, None
 
 
 @dataclass(eq=False)

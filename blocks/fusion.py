@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from routing_module import Route, Router
+from routing_module import Route, Router, Selection
 
 
 class FusingRouter(Router, nn.Module):
@@ -15,13 +15,15 @@ class FusingRouter(Router, nn.Module):
     The layer fuses the two values at each position.
     """
 
-    def __init__(self, hidden_size: int, selection: str = "random", l1_reg: float = 0.5, inverse: bool = False):
+    mask_token: Tensor
+
+    def __init__(self, hidden_size: int, selection: Selection = "random", l1_reg: float = 0.5, inverse: bool = False):
         nn.Module.__init__(self)
         Router.__init__(self, selection, l1_reg, inverse)
         self.register_buffer("mask_token", 0.02 * torch.randn(hidden_size))
         self.fusion = nn.Linear(2 * hidden_size, hidden_size)
 
-    def check(self, routes: tuple[Route, ...], grid_size: int) -> None:
+    def check(self, routes: tuple[Route, ...], grid_size: float) -> None:
         if len(routes) != 1:
             raise ValueError(f"fusion=true fuses one route with what bypasses it, but the network has "
                              f"{len(routes)} routes: give one in model.routes, or set model.fusion=false.")

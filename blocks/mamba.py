@@ -1,7 +1,6 @@
 """Mamba's block: a selective scan of the tokens in both directions."""
 
 import math
-from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
@@ -31,10 +30,6 @@ class MambaBlock(Block):
     def forward(self, x: Tensor, c: Tensor, positions: Tensor) -> Tensor:
         shift, scale, gate = self.adaLN_modulation(c).chunk(3, dim=1)
         return x + gate.unsqueeze(1) * self.mixer(modulate(self.norm(x), shift, scale))
-
-    @staticmethod
-    def read_mlp_ratio(weights: Mapping[str, Tensor], hidden_size: int) -> float:
-        return 4.0
 
 
 def selective_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:

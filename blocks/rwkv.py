@@ -39,8 +39,8 @@ class RWKVBlock(Block):
         x = x + gate_c.unsqueeze(1) * self.channel_mix(h, shift_tokens(h, positions, self.grid_size))
         return x
 
-    @staticmethod
-    def read_mlp_ratio(weights: Mapping[str, Tensor], hidden_size: int) -> float:
+    @classmethod
+    def read_mlp_ratio(cls, weights: Mapping[str, Tensor], hidden_size: int) -> float:
         return weights["channel_mix.key.weight"].shape[0] / hidden_size
 
 

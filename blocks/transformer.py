@@ -1,8 +1,9 @@
 """The blocks of DiT (arXiv 2212.09748) and LightningDiT (2501.01423)."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +16,14 @@ RMS_NORM = partial(nn.RMSNorm, eps=1e-6)
 class Block(nn.Module):
     """What a file of blocks/ declares: a block, and what is known of networks that consist of it."""
 
-    final_norm = staticmethod(LAYER_NORM)   # makes the norm of the final layer, from its width
-    mark: str | None = None                 # a weight that no other block has
-    models: dict[str, dict] = {}            # named sizes, each a model.backbone_type
+    final_norm: Callable[[int], nn.Module] = staticmethod(LAYER_NORM)   # the final layer's, from its width
+    mark: str | None = None                     # a weight that no other block has
+    models: dict[str, dict[str, Any]] = {}      # named sizes, each a model.backbone_type
+
+    @classmethod
+    def read_mlp_ratio(cls, weights: Mapping[str, Tensor], hidden_size: int) -> float:
+        """Infers mlp_ratio from the weights of one block, by name; 4.0 for a block that ignores it."""
+        return 4.0
 
 
 WIDTHS = {
@@ -28,7 +34,7 @@ WIDTHS = {
 }
 
 
-def sizes(family: str, *names: str) -> dict[str, dict]:
+def sizes(family: str, *names: str) -> dict[str, dict[str, Any]]:
     """Maps full names, such as "DiT-B/2" (width and patch size), to the keywords of a network."""
     pairs = {name: name.split("/") for name in names}
     return {f"{family}-{name}": {**WIDTHS[width], "patch_size": int(patch)} for name, (width, patch) in pairs.items()}
@@ -102,8 +108,8 @@ class DiTBlock(Block):
         x = x + gate_mlp.unsqueeze(1) * self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp))
         return x
 
-    @staticmethod
-    def read_mlp_ratio(weights: Mapping[str, Tensor], hidden_size: int) -> float:
+    @classmethod
+    def read_mlp_ratio(cls, weights: Mapping[str, Tensor], hidden_size: int) -> float:
         return weights["mlp.fc1.weight"].shape[0] / hidden_size
 
 

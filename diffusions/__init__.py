@@ -3,4 +3,4 @@
 configs/diffusion/<name>.yaml has its name and settings, and diffusion=<name> trains with it.
 """
 
-BASE, HELPERS = object, set()
+BASE = object

@@ -3,4 +3,4 @@
 It maps weights (a path or None), their expected SHA-256 (or None) and a device to a `scoring.features.Extractor`.
 """
 
-BASE, HELPERS = None, set()
+BASE = None

@@ -5,4 +5,4 @@ kind.name=<name> samples with it. It replaces `combine`; its settings are fields
 
 from guidance import Guidance
 
-BASE, HELPERS = Guidance, set()
+BASE = Guidance

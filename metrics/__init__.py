@@ -3,4 +3,4 @@
 It maps the "pool" features of the images (N, D) and of the reference's images (M, D), float32, to a number.
 """
 
-BASE, HELPERS = None, set()
+BASE = None

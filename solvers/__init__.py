@@ -4,4 +4,4 @@ It is called as solver(diffusion, net, noise, y, num_steps, guidance=…, randn_
 keywords as settings, such as +sampler.eta=0.5. It returns latents (B, C, h, w) like noise. CONTRIBUTING.md has one.
 """
 
-BASE, HELPERS = None, set()
+BASE = None

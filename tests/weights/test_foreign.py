@@ -502,6 +502,7 @@ class NearNoise(nn.Module):
     def __init__(self):
         super().__init__()
         self.net, self.num_classes, self.in_channels, self.input_size = fill(DiT(**TINY, learn_sigma=True)), 10, 4, 8
+        self.null_label = True
 
     def forward(self, x, t, y, routes=()):
         return torch.cat([x, torch.zeros_like(x)], dim=1) + 0.1 * self.net(x, t, y)
