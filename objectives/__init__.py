@@ -5,11 +5,13 @@ CONTRIBUTING.md, "Add a loss of your own", has one in 20 lines.
 """
 
 from collections.abc import Mapping
-
-from torch import nn
+from typing import Any
 
 import extensions
+from dit import DiT
+from edm import EDM
 from objectives.diffusion import DiffusionLoss, own_state, trained_parameters
+from rf import RF
 from routing_module import RouteSchedule
 
 __all__ = ["DiffusionLoss", "build_objective", "class_of", "own_state", "trained_parameters"]
@@ -24,7 +26,7 @@ def class_of(name: str | None) -> type[DiffusionLoss]:
 
 
 def build_objective(
-    net: nn.Module, diffusion: object, settings: Mapping | None = None,
+    net: DiT, diffusion: EDM | RF, settings: Mapping[str, Any] | None = None,
     array_shapes: Mapping[str, tuple[int, ...]] | None = None, schedule: RouteSchedule | None = None,
 ) -> DiffusionLoss:
     """Builds the objective that `settings` name, with its keywords; without a name it is the diffusion's loss.
@@ -33,9 +35,10 @@ def build_objective(
     for an unknown name, and for an array that the objective needs and the latents lack.
     """
     keywords = dict(settings or {})
-    kind, arrays = class_of(keywords.pop("name", None)), array_shapes or {}
-    if lacking := [name for name in kind.arrays if name not in arrays]:
-        raise ValueError(f"objective={settings['name']} needs {lacking[0]}-*.npy beside the latents, which have "
+    name, arrays = keywords.pop("name", None), array_shapes or {}
+    kind = class_of(name)
+    if lacking := [array for array in kind.arrays if array not in arrays]:
+        raise ValueError(f"objective={name} needs {lacking[0]}-*.npy beside the latents, which have "
                          f"{', '.join(arrays) or 'no extra array'}: scripts/prepare_latents.py teacher=<name> writes a "
                          f"teacher's tokens, and docs/data.md describes other arrays.")
     return kind(net, diffusion, arrays, schedule, **keywords)

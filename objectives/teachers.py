@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,9 @@ class Teacher(nn.Module):
     own. The first `num_prefix` tokens, such as a class token, are dropped. Images in 0..1 are normalised by `mean` and
     `std` and then resized bicubically to `pixels` a side, in REPA's order. If pixels is None, uint8 images are read.
     """
+
+    mean: Tensor
+    std: Tensor
 
     def __init__(
         self, network: nn.Module | None, read: Callable[[Tensor], Tensor], grid: int, pixels: int | None = None,
@@ -69,12 +73,13 @@ def timm_teacher(name: str, grid: int) -> Teacher:
         near = difflib.get_close_matches(name, timm.list_models(pretrained=True), n=3)
         raise ValueError(f"teacher={name} is neither python:module.function nor a model of timm's with weights"
                          f"{'; did you mean ' + ', '.join(near) + '?' if near else '.'}")
-    options = {"pretrained": True, "pretrained_cfg_overlay": {"file": str(hub_weights(name, cfg.hf_hub_id))}}
+    weights = {"file": str(hub_weights(name, cfg.hf_hub_id))}
+    options: dict[str, Any] = {"pretrained": True, "pretrained_cfg_overlay": weights}
     with torch.device("meta"):
-        outline = timm.create_model(name)
+        outline: Any = timm.create_model(name)
     if hasattr(outline, "num_prefix_tokens"):
         pixels = outline.patch_embed.patch_size[0] * grid
-        network = timm.create_model(name, num_classes=0, img_size=pixels, **options)
+        network: Any = timm.create_model(name, num_classes=0, img_size=pixels, **options)
         return Teacher(network, network.forward_features, grid, pixels, cfg.mean, cfg.std, network.num_prefix_tokens)
     stages = [i for i, stage in enumerate(outline.feature_info) if stage["reduction"] == 16]
     network = timm.create_model(name, features_only=True, out_indices=stages[-1:], **options)

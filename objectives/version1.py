@@ -1,7 +1,7 @@
 """The loss of TREAD's first version (arXiv 2501.04765v1, nano256/tread-nano): over the patches of kept tokens."""
 
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from annotated_types import Ge
@@ -21,8 +21,9 @@ class Version1(DiffusionLoss):
     """
 
     changeable = ("mae_weight",)
+    diffusion: EDM
 
-    def __init__(self, *args: object, mae_weight: Annotated[float, Ge(0)] = 0.0):
+    def __init__(self, *args: Any, mae_weight: Annotated[float, Ge(0)] = 0.0):
         super().__init__(*args)
         if type(self.diffusion) is not EDM or not self.net.routes or self.net.router.selection != "random":
             raise ValueError("objective=version1 is a loss of EDM over the patches of the kept tokens: set diffusion="
@@ -44,7 +45,7 @@ class Version1(DiffusionLoss):
             return unfold(image, size, stride=size).transpose(1, 2)  # (B, N, C · p²), in raster order
 
         error = patches(((D_x - x) / edm.preconditioning(sigma)[1]).square()).mean(dim=2)       # (B, N)
-        auxiliary, total = 0.0, 0.0
+        auxiliary, total = torch.zeros_like(error), torch.zeros_like(error[:, 0])
         if self.mae_weight > 0:
             target = patches(x_noised)
             var, mean = torch.var_mean(target, dim=2, keepdim=True)

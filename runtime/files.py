@@ -224,8 +224,8 @@ def parse_json(content: str | bytes) -> Any:
     It also raises ValueError for more than MOST_VALUES values.
     """
     # Each value but the first follows a comma, a bracket or a brace.
-    marks = (b",", b"[", b"{") if isinstance(content, bytes) else (",", "[", "{")
-    if len(content) > MOST_VALUES and sum(map(content.count, marks)) > MOST_VALUES:
+    marks = map(content.count, b",[{") if isinstance(content, bytes) else map(content.count, ",[{")
+    if len(content) > MOST_VALUES and sum(marks) > MOST_VALUES:
         raise ValueError(f"it holds more than {MOST_VALUES:,} values")
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

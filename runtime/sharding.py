@@ -7,11 +7,15 @@ here that handles tensors returns plain ones unchanged, so that its callers need
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor  # importing it takes a second
 
 
 def shard(net: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
@@ -23,14 +27,14 @@ def shard(net: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # imports that take a second
 
-    layers = [layer for layer in net.blocks.modules() if isinstance(layer, nn.Linear)]
+    layers = [layer for layer in net.get_submodule("blocks").modules() if isinstance(layer, nn.Linear)]
     linear = {p for layer in layers for p in layer.parameters()}
     # The network's own weights are freed after a pass, too. An unused average's would otherwise remain.
     unit = partial(fully_shard, mesh=all_ranks(device), reshard_after_forward=True)
     # The network comes before its blocks, as it would not find linear layers in blocks that are units already.
     unit(net, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), ignored_params=linear)
     cast = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for block in net.blocks:
+    for block in net.get_submodule("blocks").children():
         unit(block, mp_policy=cast, ignored_params={*block.parameters()} - linear)
     return net
 
@@ -58,8 +62,8 @@ def size(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def is_sharded(tensor: Tensor) -> bool:
-    return hasattr(tensor, "full_tensor")  # a DTensor; importing that class takes a second
+def is_sharded(tensor: Tensor) -> TypeGuard["DTensor"]:
+    return hasattr(tensor, "full_tensor")
 
 
 # ---- out and in, one tensor at a time -------------------------------------------------------------------------------
@@ -84,7 +88,7 @@ def total_norm(accelerator: Accelerator, tensors: Sequence[Tensor]) -> Tensor:
 
     Parts are summed over ranks at once. A plain tensor among sharded ones is the same on every rank and counts once.
     """
-    sharded, plain = ([t for t in tensors if is_sharded(t) is kind] for kind in (True, False))
+    sharded, plain = [t for t in tensors if is_sharded(t)], [t for t in tensors if not is_sharded(t)]
     norms = [torch.nn.utils.get_total_norm(local_tensors(some)) for some in (sharded, plain) if some]
     if sharded and accelerator.num_processes > 1:
         square = norms[0].double().square()
@@ -131,11 +135,11 @@ def gathering(groups: Iterable[Mapping[str, Tensor]], keep: bool) -> Iterator[It
     leaves early, such as the main one on a full disk, still takes part in gathering the rest, so that no rank waits
     for it. So do the others, which may leave at once.
     """
-    def complete(tensor: Tensor) -> Tensor | None:
-        full = gather_full(tensor)
-        return full.to("cpu", copy=True) if keep else None
+    def complete(group: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        full = ((name, gather_full(tensor)) for name, tensor in group.items())
+        return {name: tensor.to("cpu", copy=True) for name, tensor in full if keep}
 
-    stream = ({name: complete(tensor) for name, tensor in group.items()} for group in groups)
+    stream = map(complete, groups)
     try:
         yield stream
     finally:

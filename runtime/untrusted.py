@@ -10,7 +10,7 @@ import re
 import zipfile
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 import numpy as np
 
@@ -61,7 +61,7 @@ def require_zipped(info: zipfile.ZipInfo) -> None:
 # ---- npy and npz ----------------------------------------------------------------------------------------------------
 
 
-def read_header(file: BinaryIO, stored: int, kinds: str = PLAIN_NUMBERS) -> tuple[tuple[int, ...], bool, np.dtype]:
+def read_header(file: IO[bytes], stored: int, kinds: str = PLAIN_NUMBERS) -> tuple[tuple[int, ...], bool, np.dtype]:
     """Reads the header of an npy of `stored` bytes: its shape, whether it is in Fortran's order, and its type.
 
     Raises ValueError for other types than numbers, and for more elements than are stored; numpy's errors are many.
@@ -79,7 +79,7 @@ def read_header(file: BinaryIO, stored: int, kinds: str = PLAIN_NUMBERS) -> tupl
     return shape, fortran, dtype
 
 
-def read_npy(file: BinaryIO, stored: int, kinds: str = PLAIN_NUMBERS, most: int = MOST_BYTES) -> np.ndarray:
+def read_npy(file: IO[bytes], stored: int, kinds: str = PLAIN_NUMBERS, most: int = MOST_BYTES) -> np.ndarray:
     """Reads an npy of `stored` bytes; raises as `read_header` does, and ValueError for more than `most` bytes."""
     shape, fortran, dtype = read_header(file, stored, kinds)
     if (size := math.prod(shape) * dtype.itemsize) > most:
@@ -102,7 +102,7 @@ class Arrays:
     def __exit__(self, *_: object) -> None:
         self.archive.close()
 
-    def open(self, key: str) -> BinaryIO:
+    def open(self, key: str) -> IO[bytes]:
         require_zipped(self.infos[key])
         return self.archive.open(self.infos[key])
 
@@ -145,7 +145,7 @@ class Rows:
         size, done = rows.nbytes, 0
         if size == 0:
             return
-        view = memoryview(rows.reshape(-1).view(np.uint8))
+        view = rows.reshape(-1).view(np.uint8).data
         while done < size:
             got = os.preadv(self.file.fileno(), [view[done:]], self.start + first * self.row_bytes + done)
             if got == 0:
