@@ -29,7 +29,9 @@ class RouteBlock:
                                              "forward contains them."))
         self.names = argument_names(self.inner)
         self.tokens, self.text = map(self.name_of, (spec.tokens, spec.text))
-        self.name({self.name_of(key): axis for key, axis in spec.along.items()})
+        self.along = {self.name_of(key): axis for key, axis in spec.along.items()}
+        self.per_sample = spec.per_sample or any(
+            0 in (axis if isinstance(axis, tuple) else [axis]) for axis in self.along.values())
         self.r: int | None = None           # the number of its route
         self.route: Route | None = None
         self.starts = self.ends = False
@@ -40,12 +42,6 @@ class RouteBlock:
     def name_of(self, key: str | int | None) -> Any:
         """Returns the name of the argument at a position, or the position if the argument has no name."""
         return self.names[key] if isinstance(key, int) and key < len(self.names) else key
-
-    def name(self, along: dict) -> None:
-        """Says which arguments have a value per token, and with it whether the block is called for each sample."""
-        self.along = along
-        self.per_sample = self.spec.per_sample or any(
-            0 in (axis if isinstance(axis, tuple) else [axis]) for axis in along.values())
 
     def put_on(self, route: Route, r: int, may_convolve: bool) -> None:
         """Puts the block on a route; raises ValueError if it convolves, or does not have its tokens in axis 1."""

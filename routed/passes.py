@@ -14,7 +14,7 @@ from routed.kept import Kept, RouteBlock, replaced, tokens_in
 from routed.modules import BACKWARD, is_compiled_in_place
 from routed.nested import PLAIN_VALUES, leaves, mapped, only_element
 from routed.sealed import Sealed, seal, unsealed
-from routed.trial import Trials, candidates, offer
+from routed.trial import Trials
 
 
 class Pass:
@@ -108,7 +108,7 @@ class Pass:
             x = tokens_in(output, block)
         else:
             by_name = self.by_name(block, forward, args, kwargs)
-            kept = self.enter(block, arguments, x, by_name)
+            kept = self.enter(block, arguments, x)
             failure = self.trials.try_block(kept, by_name) if self.trials else ""
             try:
                 output, taken = kept.call(by_name)
@@ -186,7 +186,7 @@ class Pass:
                          f"the tokens: a residual or skip outside of the blocks would miss the routed tokens. Name "
                          f"blocks that contain it, or set probe=False if it treats each token alone.")
 
-    def enter(self, block: RouteBlock, arguments: dict, x: Any, by_name: Callable) -> Kept:
+    def enter(self, block: RouteBlock, arguments: dict[Any, Any], x: Any) -> Kept:
         """Returns what a block on a route gets; its tokens are sampled before the first block of the route."""
         if not isinstance(x, Tensor) or x.is_nested or x.ndim != 3:
             what = (type(x).__name__ if not isinstance(x, Tensor) else
@@ -202,7 +202,7 @@ class Pass:
             self.sample_mask(block, x)
         kept = Kept(self, block, arguments, x, self.ids_keep[block.r])
         if not self.recomputes:
-            self.check_named(kept, by_name)
+            self.check_named(kept)
         return kept
 
     def sample_mask(self, block: RouteBlock, x: Tensor) -> None:
@@ -256,29 +256,24 @@ class Pass:
         first = first[:, None] if isinstance(first, Tensor) else first
         return first + torch.arange(self.free, device=device)[None]
 
-    def check_named(self, kept: Kept, by_name: Callable) -> None:
+    def check_named(self, kept: Kept) -> None:
         """Raises ValueError for an unnamed value as long as the tokens, as a block might cut it to its own length.
 
         In known networks only dicts and masks of all pairs of tokens are refused.
         """
         block = kept.block
-        unnamed: dict[str | int, list] = {}
         for name, value in kept.arguments.items():
             if name in block.along or name in (block.tokens, block.text):
                 continue
             if isinstance(value, Mapping) and not all(isinstance(part, PLAIN_VALUES) for part in leaves(value)):
                 raise ValueError(f"{block}: {name} holds {sorted(map(str, value))}, which may have values per token: "
                                  f"call the network without it, or name it in along=.")
-            axes = candidates(kept, value)
-            if axes and (self.routing.is_described or families.pairs in axes):
-                unnamed[name] = axes
-        if unnamed:
-            parts = {name: [part for part in leaves(kept.arguments[name]) if candidates(kept, part)][0]
-                     for name in unnamed}
-            what = ", ".join(f"{name} is {tuple(part.shape) if isinstance(part, Tensor) else part}"
-                             for name, part in parts.items())
-            raise ValueError(f"{block}: {what}, as long as the tokens: "
-                             f"{offer(kept, by_name, unnamed, self.trials is not None and not self.trials.ordered)}")
+            for part in leaves(value):
+                if is_as_long(part, kept, pairs_alone=not self.routing.is_described):
+                    raise ValueError(
+                        f"{block}: {name} is {tuple(part.shape) if isinstance(part, Tensor) else part}, as long as "
+                        f"the tokens: add {name!r} to along= with its token axis, pairs (a mask of all pairs of "
+                        f"tokens), fewer (a number of tokens), or None if it has no value per token.")
 
     def leave(self, kept: Kept, output: Any, taken: dict) -> tuple[Any, Tensor]:
         """Returns the output of a block and the tokens in it; at a route's end, all tokens."""
@@ -309,6 +304,20 @@ def samples_in(values: list) -> int | None:
         if isinstance(value, list) and value or isinstance(value, Tensor) and value.ndim > 1:
             return len(value)
     return None
+
+
+def is_as_long(part: Any, kept: Kept, pairs_alone: bool) -> bool:
+    """True for a number, a mask or a table that is as long as the tokens; the last axis of a table has channels."""
+    def is_long(size: int) -> bool:         # a set, or `in`, would make sizes constants in a compiled graph
+        return any(size == length for length in (kept.run.free, kept.length, kept.length - kept.num_routed))
+
+    if not isinstance(part, Tensor):
+        return type(part) is int and not pairs_alone and part in (kept.run.free, kept.length)
+    if part.ndim > 1 and part.shape[-1] == part.shape[-2] and is_long(part.shape[-1]):
+        return True
+    has_batch = part.ndim > 1 and len(part) == len(kept.ids)
+    is_mask = has_batch and part.ndim == 2 and part.shape[1] != kept.x.shape[2]        # (B, N)
+    return not pairs_alone and any(map(is_long, part.shape[has_batch:part.ndim - (not is_mask)]))
 
 
 def nodes_of(x: Any) -> set:

@@ -26,8 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from routed.kept import tokens_in
 from routed.modules import is_compiled_in_place, plain_class
-from routed.nested import PLAIN_VALUES, leaves, mapped
-from routed.networks import fewer, pairs
+from routed.nested import leaves, mapped
 
 TRIED: WeakKeyDictionary = WeakKeyDictionary()      # network -> what has been tried in it
 TOLERANCE = 2e-4        # in float32, where 60 networks deviate by 1e-5 at most
@@ -140,69 +139,13 @@ def kind_of(part: Any) -> Any:
     return part if isinstance(part, bool | str | None) else type(part).__name__
 
 
-def candidates(kept: Any, value: Any) -> list:
-    """Lists what along= may say about an argument as long as the tokens; the last axis has channels."""
-    def is_long(size: int) -> bool:         # a set, or `in`, would make sizes constants in a compiled graph
-        return any(size == length for length in (kept.run.free, kept.length, kept.length - kept.num_routed))
-
-    found: list = []
-    for part in leaves(value):
-        if isinstance(part, int) and not isinstance(part, bool | Tensor) and part in (kept.run.free, kept.length):
-            found.append(fewer)
-        if not isinstance(part, Tensor) or part.ndim < 2:
-            continue
-        if part.shape[-1] == part.shape[-2] and is_long(part.shape[-1]):
-            found.append(pairs)
-        has_batch = len(part) in (1, len(kept.ids))
-        is_mask = part.ndim == 2 and len(part) == len(kept.ids) and part.shape[1] != kept.x.shape[2]    # (B, N)
-        for axis in range(part.ndim - (not is_mask)):
-            if is_long(part.shape[axis]) and (has_batch if axis else len(part) != len(kept.ids)):
-                found += [axis] if axis else [-part.ndim, 0]
-    return [axis for i, axis in enumerate(found) if axis not in found[:i]]
-
-
-def offer(kept: Any, call: Callable, unnamed: Mapping[Any, list], may_try: bool) -> str:
-    """Returns what to write about unnamed arguments as long as the tokens: what passes a trial, if any does."""
-    block, given, right = kept.block, dict(kept.run.routing.options.along or {}), []
-    before, choices = block.along, [[*axes, None] for axes in unnamed.values()]
-    # One of the tokens' own shape may be what the user wants to route, so no trial can tell.
-    may_try &= math.prod(map(len, choices)) <= 64 and not (kept.run.routing.is_described and any(
-        getattr(part, "shape", None) == kept.x.shape for name in unnamed for part in leaves(kept.arguments[name])))
-    for axes in product(*choices) if may_try else ():
-        block.name(before | dict(zip(unnamed, axes, strict=True)))
-        row, *_ = in_thread(lambda: measure(kept, call), kept.ids.device)
-        if row is not None and row.deviation <= row.tolerance:
-            right.append(axes)
-    block.name(before)
-
-    def said(axis: Any) -> str:
-        return getattr(axis, "__name__", str(axis))
-
-    def line(axes: Any) -> str:
-        named = (given | dict(zip(unnamed, axes, strict=True))).items()
-        return f"along={{{', '.join(f'{name!r}: {said(axis)}' for name, axis in named)}}}"
-
-    used = sorted({said(axis) for axes in right or choices for axis in axes if callable(axis)})
-    imports = f" (`from routed import {', '.join(used)}`)" if used else ""
-    if right:
-        return f"write {' or '.join(map(line, right))}{imports}, with which this block passes its trial."
-    named = "; ".join(f"{name!r}: {', '.join(map(said, axes))}" for name, axes in zip(unnamed, choices, strict=True))
-    return (f"name its axis in along= ({named}{imports}), where None says that it has no value per token"
-            + (f", but the block passes a trial with none of these. Cause: {cause(kept)}." if may_try else "."))
-
-
 def cause(kept: Any) -> str:
-    sizes, block = {kept.run.free, kept.length, kept.complete}, kept.block
-    others = [str(name) for name, value in kept.arguments.items() if block.along.get(name) is None
-              and name not in {block.tokens, block.text} and any(
-                  not sizes.isdisjoint(part.shape) if isinstance(part, Tensor) else
-                  not isinstance(part, PLAIN_VALUES) for part in leaves(value))]
-    tables = [str(name) for name, axis in block.along.items() if isinstance(axis, int | tuple)]
-    return "; or ".join(filter(None, (
-        others and f"the argument {', '.join(others)}, for which along= names no axis",
-        tables and f"{', '.join(tables)} along another axis, or read for one sample only",
-        not others and "positions inside the block or its hooks, such as its own rotary values, a convolution, windows "
-                       "or pooled keys")))
+    block = kept.block
+    others = [str(name) for name, value in kept.arguments.items() if value is not None
+              and block.along.get(name) is None and name not in (block.tokens, block.text)]
+    return ("positions inside the block or its hooks, such as its own rotary values, a convolution, windows or pooled "
+            "keys; or the axis of an argument in along="
+            + (f", which names none for {', '.join(others)}" if others else ""))
 
 
 def measure(kept: Any, call: Callable) -> tuple[Trial | None, str, bool]:

@@ -285,10 +285,3 @@ def test_meta_tensors_and_vmap_pass():
         assert torch.allclose(many, torch.stack([net(part) for part in x]), atol=1e-6)
     with routed(net.to("meta"), MIDDLE, blocks="blocks"):
         assert net(X.to("meta")).shape == X.shape
-
-
-def test_turned_tables_are_offered_by_the_line_that_was_tried():
-    net = made(lambda self, x, mask, rope: masked(self, self.attend(x, lambda q: q * rope[:, None]), mask),
-               lambda part, x: part(x, torch.ones(1, 1, N, N).tril(5) > 0, TABLE[None])).model
-    said = refused(net, MIDDLE, lambda: net(X), blocks="blocks")
-    assert "write along={'mask': pairs, 'rope': 1} (`from routed import pairs`), with which this block passes" in said
