@@ -4,7 +4,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,42 +22,6 @@ from routed.trial import TRIED, Trial, Trials, Tried, on_copies
 from routing_module import Route, Router, resolve_routes
 
 
-@dataclass(frozen=True)
-class Options:
-    """How a network is routed, besides its routes: the keywords of `routed`."""
-
-    blocks: str | nn.Module | None
-    along: Mapping[str | int, Any] | None
-    keep: int | None
-    mask_noise: Tensor | None
-    keep_mask: Tensor | Callable[..., Tensor] | None
-    grow: bool
-    router: Router | None
-    family: Family | None
-    probe: bool
-    ordered: bool
-
-    def describe(self, network: nn.Module) -> Family:
-        """Returns the description of a network: the user's, or the known one as along= and keep= correct it."""
-        if self.family is not None and (self.blocks, self.along, self.keep) != (None, None, None):
-            raise ValueError("blocks=, along= and keep= describe a network, as family= does: leave them out.")
-        if not isinstance(self.keep, int | None) or (self.keep or 0) < 0:
-            raise ValueError(f"keep={self.keep!r} must be a number of leading tokens: use keep_mask= for others.")
-        if (name := owner_of(network).__name__) in families.REFUSED:
-            raise ValueError(f"{name} cannot be routed exactly: {families.REFUSED[name]}.")
-        if self.family is not None:
-            return self.family
-        along = dict(self.along or {})
-        if self.blocks is not None:
-            return Family((Blocks(self.blocks if isinstance(self.blocks, str) else "blocks=", along),))
-        family = families.family_of(network)
-        if self.keep is not None and (family.front or family.free or any(spec.text is not None
-                                                                         for spec in family.lists)):
-            raise ValueError(f"keep= does not apply: in {type(network).__name__}, which is known, the tokens that "
-                             f"are never routed are counted. Use keep_mask= for others.")
-        return replace(family, lists=tuple(replace(spec, along={**spec.along, **along}) for spec in family.lists))
-
-
 class Routing:
     """A network with its routes: what `routed` yields.
 
@@ -65,9 +30,9 @@ class Routing:
     this network, after the `with` block.
     """
 
-    def __init__(self, network: nn.Module, routes: list[Any], options: Options):
-        self.network, self.options = network, options
-        self.family = options.describe(network)
+    def __init__(self, network: nn.Module, routes: list[Any], options: Any):
+        self.network, self.options = network, options           # the keywords of `routed`
+        self.family = described(network, options)
         self.is_described = options.family is not None or options.blocks is not None    # by the user
         self.blocks = self.list_blocks()
         self.block_of = {block.module: block for block in self.blocks}
@@ -207,6 +172,27 @@ class Routing:
         self.latest = None
 
 
+def described(network: nn.Module, options: Any) -> Family:
+    """Returns the description of a network: the user's, or the known one as along= and keep= correct it."""
+    if options.family is not None and (options.blocks, options.along, options.keep) != (None, None, None):
+        raise ValueError("blocks=, along= and keep= describe a network, as family= does: leave them out.")
+    if not isinstance(options.keep, int | None) or (options.keep or 0) < 0:
+        raise ValueError(f"keep={options.keep!r} must be a number of leading tokens: use keep_mask= for others.")
+    if (name := owner_of(network).__name__) in families.REFUSED:
+        raise ValueError(f"{name} cannot be routed exactly: {families.REFUSED[name]}.")
+    if options.family is not None:
+        return options.family
+    along = dict(options.along or {})
+    if options.blocks is not None:
+        return Family((Blocks(options.blocks if isinstance(options.blocks, str) else "blocks=", along),))
+    family = families.family_of(network)
+    if options.keep is not None and (family.front or family.free or any(spec.text is not None
+                                                                        for spec in family.lists)):
+        raise ValueError(f"keep= does not apply: {type(network).__name__} is known, and its tokens that are never "
+                         f"routed are counted. Use keep_mask= for others.")
+    return replace(family, lists=tuple(replace(spec, along={**spec.along, **along}) for spec in family.lists))
+
+
 def needs_gradient(what: str) -> None:
     """Raises ValueError where gradients are off although the input needs them."""
     if not torch.is_grad_enabled():
@@ -249,7 +235,8 @@ def routed(
     be routed exactly, for a pass that does not reach the blocks, and on exit if there was no pass.
     """
     network = network_of(model)
-    options = Options(blocks, along, keep, mask_noise, keep_mask, grow, router, family, probe, ordered)
+    options = SimpleNamespace(blocks=blocks, along=along, keep=keep, mask_noise=mask_noise, keep_mask=keep_mask,
+                              grow=grow, router=router, family=family, probe=probe, ordered=ordered)
     routing = Routing(network, [routes] if isinstance(routes, Route) else list(routes), options)
     other = getattr(getattr(network, "_routed", None), "routing", None)
     if not any(block.route for block in routing.blocks):     # dense: uses what was compiled without a route
