@@ -20,13 +20,9 @@ class RouteBlock:
         self.index, self.module, self.spec = index, module, spec
         self.inner = unwrapped(module)
         self.joined = joined                # the text that is a stream of earlier blocks is in its sequence
-        if isinstance(self.inner, nn.ModuleList | nn.ModuleDict):
-            has_forward = type(self.inner).forward is not nn.Module.forward
-            raise ValueError(f"{spec.path}.{index} is a {type(self.inner).__name__} of {len(self.inner)} modules, not "
-                             f"a block: " + ("build the network with a list of blocks (DINOv2: block_chunks=0)."
-                                             if has_forward else
-                                             "the network adds their residuals itself, so name a list of modules whose "
-                                             "forward contains them."))
+        if isinstance(self.inner, nn.ModuleList):
+            raise ValueError(f"{spec.path}.{index} is a {type(self.inner).__name__}, not a block: name a list of "
+                             f"modules that contain their residuals, without chunks (DINOv2: block_chunks=0).")
         self.names = argument_names(self.inner)
         self.tokens, self.text = map(self.name_of, (spec.tokens, spec.text))
         self.along = {self.name_of(key): axis for key, axis in spec.along.items()}
@@ -43,17 +39,9 @@ class RouteBlock:
         """Returns the name of the argument at a position, or the position if the argument has no name."""
         return self.names[key] if isinstance(key, int) and key < len(self.names) else key
 
-    def put_on(self, route: Route, r: int, may_convolve: bool) -> None:
-        """Puts the block on a route; raises ValueError if it convolves, or does not have its tokens in axis 1."""
+    def put_on(self, route: Route, r: int) -> None:
         self.r, self.route = r, route
         self.starts, self.ends = self.index == route.start_layer_idx, self.index == route.end_layer_idx
-        for part in self.module.modules():
-            if isinstance(part, nn.Conv1d | nn.Conv2d | nn.Conv3d) and max(part.kernel_size) > 1 and not may_convolve:
-                raise ValueError(f"{self} convolves over the grid of tokens, so tokens cannot be removed. If it "
-                                 f"convolves along their order alone (causal), set ordered=True; along channels, "
-                                 f"probe=False.")
-            if isinstance(part, nn.MultiheadAttention) and not part.batch_first:
-                raise ValueError(f"{self} attends over tokens (N, B, D): set batch_first=True.")
 
 
 class Kept:

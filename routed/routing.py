@@ -80,7 +80,7 @@ class Routing:
                                  f"x_D_last, return_from and path_drop.")
             if route.selection_ratio > 0:
                 for block in self.blocks[route.start_layer_idx:route.end_layer_idx + 1]:
-                    block.put_on(route, r, may_convolve=self.options.ordered or not self.options.probe)
+                    block.put_on(route, r)
         return resolved
 
     def is_like_next(self, block: RouteBlock) -> bool:

@@ -144,7 +144,7 @@ def cause(kept: Any) -> str:
     others = [str(name) for name, value in kept.arguments.items() if value is not None
               and block.along.get(name) is None and name not in (block.tokens, block.text)]
     return ("positions inside the block or its hooks, such as its own rotary values, a convolution, windows or pooled "
-            "keys; or the axis of an argument in along="
+            "keys; tokens that come first (N, B, D), as without batch_first=True; or the axis of an argument in along="
             + (f", which names none for {', '.join(others)}" if others else ""))
 
 
