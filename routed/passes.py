@@ -222,28 +222,16 @@ class Pass:
             noise = noise[:, block.r]
         if routing.router.selection == "grid":
             routing.router.check(routing.routes, math.sqrt(self.free))
-        ratio, noise = self.forced(block, x, noise)
+        ratio, mask = block.route.selection_ratio, self.keep_mask
+        if routing.options.keep_mask is not None:
+            must_be("keep_mask", mask, torch.bool, (batch, self.free), "samples, and tokens that may be routed")
+            if routing.options.grow:        # on a GPU this waits
+                most = max(self.free - int(self.free * ratio), int(mask.sum(dim=1).max()))
+                ratio = Fraction(self.free - most, self.free)
         places = self.places(self.before(block) if block.joined else 0, x.device).expand(batch, -1)
-        ids = routing.router.get_mask(routing.router.start_route(x.detach(), places), ratio, noise)
+        ids = routing.router.get_mask(routing.router.start_route(x.detach(), places), ratio, noise, mask)
         if self.ids_keep[block.r] is None:      # a recomputation samples only to repeat all operations
             self.ids_keep[block.r], self.before_route[block.r] = ids, x
-
-    def forced(self, block: RouteBlock, x: Tensor, noise: Tensor | None) -> tuple[float | Fraction, Tensor | None]:
-        """Returns the ratio and the noise that keep the tokens of keep_mask; with grow, too many lower the ratio."""
-        mask, ratio, options = self.keep_mask, block.route.selection_ratio, self.routing.options
-        if options.keep_mask is None:
-            return ratio, noise
-        must_be("keep_mask", mask, torch.bool, (len(x), self.free), "samples, and tokens that may be routed")
-        stay, most = self.free - int(self.free * ratio), mask.sum(dim=1).max()
-        if options.grow:                    # on a GPU this waits
-            ratio = Fraction(self.free - max(stay, int(most)), self.free)
-        elif torch.compiler.is_compiling():     # a compiled assertion does not wait
-            assert most <= stay, "keep_mask keeps more tokens than are kept: lower the ratio, or set grow=True."
-        elif mask.device.type == "cpu" and most > stay:     # on a GPU the surplus is routed, as in Router.get_mask
-            raise ValueError(f"keep_mask keeps more tokens than the {stay} of {self.free} that are kept at selection "
-                             f"ratio {ratio}: lower the ratio, keep fewer, or set grow=True.")
-        noise = torch.rand(mask.shape, device=x.device, dtype=torch.float32) if noise is None else noise
-        return ratio, self.routing.router.keep(noise, mask.to(x.device, non_blocking=True))
 
     def before(self, block: RouteBlock) -> int:
         """Counts the text in front of a block's tokens, in its complete sequence."""
