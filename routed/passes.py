@@ -34,7 +34,6 @@ class Pass:
         self.ids_keep: list[Tensor | None] = [None] * len(routing.routes)
         self.before_route: dict[int, Tensor | None] = {}        # all tokens at a route's start
         self.returned: tuple[Any, Any] = None, None             # the latest block, and its tokens
-        self.inputs: set = set()                                # of the graph: the tokens that blocks received
         self.text = 0                       # tokens of text that has its own stream in some blocks
         family, network, mask = routing.family, routing.network, routing.options.keep_mask
         for name in () if routing.is_described else families.PAST_A_ROUTE:
@@ -42,15 +41,8 @@ class Pass:
                 raise ValueError(f"{name} gives blocks inside a route values for all tokens, so the network cannot be "
                                  f"routed: call it without {name}, or without routed().")
         self.batch = samples_in([*map(arguments.get, routing.arguments), *arguments.values()])
-        try:
-            self.front = family.front(network, arguments) if family.front else routing.options.keep or 0     # or (B,)
-            self.free = family.free(network, arguments) if family.free else 0
-        except KeyError as name:
-            if arguments:
-                raise
-            raise ValueError(f"The blocks of {type(network).__name__} are called from outside its forward, so its "
-                             f"{name}, by which tokens are counted, is not known: count them by front= or free= of "
-                             f"your own family=.") from None
+        self.front = family.front(network, arguments) if family.front else routing.options.keep or 0     # or (B,)
+        self.free = family.free(network, arguments) if family.free else 0
         self.keep_mask = mask(arguments) if callable(mask) else mask        # (B, free) bool: these are kept
 
     @property
@@ -60,7 +52,7 @@ class Pass:
 
     def end(self) -> None:
         """Frees the tokens of a pass that is over or broke off, whose graph would hold them for ever."""
-        self.returned, self.inputs, ends = (None, None), set(), [route.end_layer_idx for route in self.routing.routes]
+        self.returned, ends = (None, None), [route.end_layer_idx for route in self.routing.routes]
         self.before_route = {r: x for r, x in self.before_route.items() if ends[r] <= self.last}
 
     def advance(self, block: int) -> None:
@@ -163,25 +155,15 @@ class Pass:
 
     def compare(self, block: RouteBlock, x: Any, given: Any) -> None:
         """Raises ValueError for tokens that change between two blocks of a route, or by a skip around one."""
-        is_eager = not torch.compiler.is_compiling()
         (before, returned), self.returned = self.returned, (None, None)
-        earlier = self.inputs
-        if is_eager:
-            self.inputs = earlier | nodes_of(x)
         is_next = isinstance(given, Sealed) and given.after is before and x.requires_grad == returned.requires_grad
         if before is None or x is returned or is_next or before.spec is not block.spec or block.spec.rejoins \
                 or before.route is block.route is None or not self.routing.options.probe:
             return
-        if before.route is not block.route:     # tokens may change where a route begins or ends, if nothing leads past
-            if not is_eager or not isinstance(x, Tensor):
-                return
-            borders = self.routing.tries.tried.borders
-            if (leads := leads_past(x, returned, earlier)) is False:
-                borders.add(before.index)
-            if leads is False or leads is None and (
-                    before.index in borders or x.is_meta or x.shape == returned.shape
-                    and torch.equal(x, returned.to(x))):
-                return
+        if before.route is not block.route and isinstance(x, Tensor) and (     # a copy may be made there
+                torch.compiler.is_compiling() or x.is_meta or x.shape == returned.shape
+                and torch.equal(x, returned.to(x))):        # on a GPU this waits
+            return
         raise ValueError(f"Between blocks {before.index} and {block.index} of {block.spec.path} the network changes "
                          f"the tokens: a residual or skip outside of the blocks would miss the routed tokens. Name "
                          f"blocks that contain it, or set probe=False if it treats each token alone.")
@@ -306,26 +288,6 @@ def is_as_long(part: Any, kept: Kept, pairs_alone: bool) -> bool:
     has_batch = part.ndim > 1 and len(part) == len(kept.ids)
     is_mask = has_batch and part.ndim == 2 and part.shape[1] != kept.x.shape[2]        # (B, N)
     return not pairs_alone and any(map(is_long, part.shape[has_batch:part.ndim - (not is_mask)]))
-
-
-def nodes_of(x: Any) -> set:
-    """Returns the node of the graph that tokens come from, if they need a gradient."""
-    return {torch.autograd.graph.get_gradient_edge(x).node} if isinstance(x, Tensor) and x.requires_grad else set()
-
-
-def leads_past(x: Tensor, returned: Tensor, earlier: set) -> bool | None:
-    """True if x depends on earlier tokens otherwise than through those returned; None if no graph tells."""
-    if not x.requires_grad or not returned.requires_grad or not earlier:
-        return None
-    seen, ahead = nodes_of(returned), list(nodes_of(x))
-    while ahead:
-        node = ahead.pop()
-        if node in earlier and node not in seen:
-            return True
-        if node not in seen:
-            seen.add(node)
-            ahead += [behind for behind, _ in node.next_functions if behind is not None]
-    return False
 
 
 def must_be(name: str, value: Any, dtype: torch.dtype, shape: tuple[int, ...], axes: str) -> None:

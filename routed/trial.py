@@ -52,7 +52,6 @@ class Tried:
 
     rows: dict[tuple, Trial | int | None] = field(default_factory=dict)     # or passes without a verdict; None: trusted
     sizes: dict[tuple, tuple] = field(default_factory=dict)                 # the largest of its arguments
-    borders: set[int] = field(default_factory=set)      # blocks whose tokens may change where a route begins or ends
     warned: bool = False
 
 

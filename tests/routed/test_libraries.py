@@ -125,12 +125,6 @@ def test_what_a_known_network_may_not_be_given_on_a_route_is_refused(name, says,
     assert says in refused(case.model, THREE, lambda: case.call(**inputs))
 
 
-def test_blocks_called_without_the_network_whose_arguments_count_tokens_are_refused():
-    case = family("FluxTransformer2DModel")
-    said = refused(case.model, THREE, lambda: case.blocks[0](hidden_states=torch.zeros(BATCH, N, 16)))
-    assert "its 'img_ids', by which tokens are counted, is not known" in said
-
-
 @pytest.mark.parametrize(("name", "argument", "masks"), [
     ("VisionTransformer", "attn_mask", dict(attn_mask=NEAR)),
     ("LTX2VideoTransformer3DModel", "self_attention_mask",

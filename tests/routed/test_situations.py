@@ -220,9 +220,6 @@ EXACT = {       # network, and its description
         dict(along={"skip": 1}, routes=[Route(1, 3, 0.5)])),
     "values of the first block": (made(with_value, forward=value_residual), dict(along={"value": 1})),
     "order alone": (made(causal), dict(ordered=True)),
-    # the graph shows that nothing leads around the route
-    "tokens changed at the end": (made(attention, forward=changed_behind, inputs=dict(x=X.clone().requires_grad_())),
-                                  {}),
     "two streams": (min_rf(), dict(blocks=None, routes=THREE, family=Family((
         Blocks("double_layers", tokens="x", text="c", out=1), Blocks("single_layers"))))),
 }
@@ -315,6 +312,7 @@ REFUSED = {     # network, its description, and what the error says
         made(lambda self, x: self.attend(x) - x, lambda part, x: x + part(x)), dict(routes=[Route(start, end, 0.5)]),
         "the network changes the tokens: a residual|computes with the others")
        for start, end in ((1, 1), (0, 0), (3, 3), (1, 2), (0, -1))},
+    "tokens changed at the end": (made(attention, forward=changed_behind), dict(routes=MIDDLE), "changes the tokens"),
     "REPA's projector": (made(attention, forward=projected), {}, "After block 0 .* computes with the others"),
     "hidden states": (made(attention, forward=hidden_states), {}, "returns what block 0 returns.*as features"),
     "a block twice": (made(attention, make=lambda parts: nn.ModuleList([*parts, parts[0]])), {},
