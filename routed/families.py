@@ -100,20 +100,11 @@ def first_image(_network: nn.Module, call: dict) -> int:
 FLUX = Family((Blocks("transformer_blocks", {ROPE: 0}, text=TEXT, out=1),
                Blocks("single_transformer_blocks", {ROPE: 0}, text=TEXT, out=1)), free=first_image)
 FLUX2 = Family((FLUX.lists[0], Blocks("single_transformer_blocks", {ROPE: 0})), free=first_image)
-FAMILIES |= {
-    "diffusers.FluxTransformer2DModel": FLUX,
-    "diffusers.BriaTransformer2DModel": FLUX,
-    "diffusers.LongCatImageTransformer2DModel": FLUX,
-    "diffusers.OvisImageTransformer2DModel": FLUX,
-    "diffusers.Flux2Transformer2DModel": FLUX2,
-    "diffusers.BriaFiboTransformer2DModel": FLUX2,
-}
-CODES |= {
-    "Flux": (Family((Blocks("double_blocks", {"pe": 2}, text="txt"), Blocks("single_blocks", {"pe": 2})),
-                    free=first_image),),
-    "Flux2": (Family((Blocks("double_blocks", {"pe": 2}, text="txt"), Blocks("single_blocks", {"pe": 2})),
-                     free=first_image),),
-}
+FIBO = replace(FLUX2, lists=tuple(replace(spec, rejoins=True) for spec in FLUX2.lists))     # new text before each block
+FAMILIES |= {f"diffusers.{name}Transformer2DModel": FLUX for name in ("Flux", "Bria", "LongCatImage", "OvisImage")}
+FAMILIES |= {"diffusers.Flux2Transformer2DModel": FLUX2, "diffusers.BriaFiboTransformer2DModel": FIBO}
+CODES |= dict.fromkeys(("Flux", "Flux2"), (Family((
+    Blocks("double_blocks", {"pe": 2}, text="txt"), Blocks("single_blocks", {"pe": 2})), free=first_image),))
 
 
 # Networks that receive lists of images, or pack attention's parameters in a record.

@@ -30,6 +30,10 @@ def test_kept_tokens_come_out_as_if_the_network_had_only_them(name):
         assert torch.equal(ids[r], Router().get_mask(torch.empty(BATCH, case.n, 1), route.selection_ratio, noise[:, r]))
 
 
+def test_a_route_may_cover_all_blocks_of_a_network_that_changes_the_text_between_them():
+    assert_exact(family("BriaFiboTransformer2DModel, edit"), [Route(0, -1, 0.5)])
+
+
 def matmuls(context, operation, *args, **kwargs):
     saved = operation in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
