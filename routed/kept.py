@@ -1,13 +1,14 @@
 """What is kept in a call of a block: its tokens, its arguments, and where they were."""
 
 import copy
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from routed.modules import OWN
 from routed.nested import by_axis, leaves, only_element
 from routed.networks import Blocks, argument_names, unwrapped
 from routing_module import Route
@@ -38,6 +39,13 @@ class RouteBlock:
     def name_of(self, key: str | int | None) -> Any:
         """Returns the name of the argument at a position, or the position if the argument has no name."""
         return self.names[key] if isinstance(key, int) and key < len(self.names) else key
+
+    @cached_property
+    def settings(self) -> tuple[Any, ...]:
+        """What its modules' attributes, such as an attention processor, say about how it computes."""
+        return tuple(value if isinstance(value, bool | str) else
+                     len(value) if name in OWN and isinstance(value, Mapping) else type(value) for part in self.module.modules() for name, value in vars(part).items()
+                     if name != "_routed")
 
     def put_on(self, route: Route, r: int) -> None:
         self.r, self.route = r, route

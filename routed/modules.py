@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from routed.sealed import unsealed
 
+OWN = frozenset(vars(nn.Module()))      # attributes that all modules have
+
 
 def backward_id() -> int:
     """Returns the number of the backward that this thread is in, or -1. torch has no public name for it."""

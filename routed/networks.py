@@ -146,8 +146,6 @@ def lists_of_blocks(network: nn.Module) -> str:
 
 def network_of(model: nn.Module) -> nn.Module:
     """Returns the network inside the wrappers of compile, DDP and PEFT."""
-    if isinstance(model, nn.DataParallel):
-        raise ValueError("DataParallel calls several copies of a network at once; use DistributedDataParallel.")
     if any(type(part).__name__ == "FullyShardedDataParallel" for part in model.modules()):
         raise ValueError("FSDP1 (FullyShardedDataParallel) hides a network's blocks in wrappers; shard it with FSDP2, "
                          "torch.distributed.fsdp.fully_shard.")

@@ -170,16 +170,12 @@ class Pass:
 
     def enter(self, block: RouteBlock, arguments: dict[Any, Any], x: Any) -> Kept:
         """Returns what a block on a route gets; its tokens are sampled before the first block of the route."""
-        if not isinstance(x, Tensor) or x.is_nested or x.ndim != 3:
+        if not isinstance(x, Tensor) or x.is_nested or x.ndim != 3 or self.batch not in (None, len(x)):
             what = (type(x).__name__ if not isinstance(x, Tensor) else
                     "a nested tensor (set enable_nested_tensor=False)" if x.is_nested else tuple(x.shape))
-            raise ValueError(f"{block}: {block.tokens} is {what}, but tokens (B, N, D) are routed: name their "
-                             f"argument by family=Family((Blocks(path, tokens=),)).")
-        if self.batch is not None and len(x) != self.batch:
-            what = ("tokens that come first (N, B, D) must be transposed before the blocks" if x.shape[1] == self.batch
-                    else "tokens that are folded into the batch would be routed apart from each other")
-            raise ValueError(f"{block} gets {tuple(x.shape)}, which is not (B, N, D) for the {self.batch} samples of "
-                             f"the network's first argument: {what}.")
+            raise ValueError(f"{block}: {block.tokens} is {what}, but tokens (B, N, D) of {self.batch or 'B'} samples "
+                             f"are routed: transpose tokens (N, B, D) before the blocks, fold none into the batch, and "
+                             f"name their argument by family=Family((Blocks(path, tokens=),)).")
         if block.starts:
             self.sample_mask(block, x)
         kept = Kept(self, block, arguments, x, self.ids_keep[block.r])

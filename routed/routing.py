@@ -18,7 +18,7 @@ from routed.nested import leaves
 from routed.networks import Blocks, Family, argument_names, defaults_of, names_of, network_of, owner_of
 from routed.passes import Pass
 from routed.sealed import Sealed
-from routed.trial import TRIED, Trial, Trials, Tried, on_copies
+from routed.trial import TRIED, Trial, Trials, on_copies
 from routing_module import Route, Router, resolve_routes
 
 
@@ -45,7 +45,7 @@ class Routing:
             raise ValueError("This network fuses its own route: call it with routes=net.routes instead.")
         self.router = options.router or (router if isinstance(router, Router) else Router())
         self.arguments, self.defaults = argument_names(network), defaults_of(plain_class(network))
-        self.tries = Trials(TRIED.setdefault(network, Tried()), options.ordered) if options.probe else None
+        self.tries = TRIED.setdefault(network, Trials()) if options.probe and not options.ordered else None
         self.ids_keep: list[Tensor | None] = [None] * len(self.routes)
         self.trials: list[Trial] = []
         self.modules = {network: None} | self.block_of
@@ -90,7 +90,7 @@ class Routing:
         """Ends the routing; a backward that comes later still finds the passes whose graphs live."""
         latest, self.active = self.latest, None
         self.end()
-        self.trials = [row for row in self.tries.tried.rows.values() if isinstance(row, Trial)] if self.tries else []
+        self.trials = [row for row in self.tries.rows.values() if isinstance(row, Trial)] if self.tries else []
         for module in self.modules:
             if module._routed.routing is self:
                 module._routed.routing = None

@@ -7,7 +7,6 @@ autocast or context of the caller reaches.
 import copy
 import math
 import random
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -21,17 +20,15 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from routed.kept import tokens_in
-from routed.modules import is_compiled_in_place, plain_class
+from routed.modules import OWN, is_compiled_in_place, plain_class
 from routed.nested import leaves, mapped
 
-TRIED: WeakKeyDictionary = WeakKeyDictionary()      # network -> what has been tried in it
+TRIED: WeakKeyDictionary[nn.Module, "Trials"] = WeakKeyDictionary()     # what has been tried in a network
 TOLERANCE = 2e-4        # in float32, where 60 networks deviate by 1e-5 at most
 PATIENCE = 3            # passes without a verdict, after which a block is trusted
-OWN = frozenset(vars(nn.Module()))                  # attributes that all modules have
 RANDOM, ORDER = "it draws random numbers of its own", "depends on where its tokens are: in another order "
 HALF = torch.bfloat16, torch.float16
 
@@ -47,38 +44,25 @@ class Trial:
 
 
 @dataclass
-class Tried:
-    """What has been tried in a network, in all of its `with` blocks."""
-
-    rows: dict[tuple, Trial | int | None] = field(default_factory=dict)     # or passes without a verdict; None: trusted
-    sizes: dict[tuple, tuple] = field(default_factory=dict)                 # the largest of its arguments
-    warned: bool = False
-
-
 class Trials:
-    """Tries the blocks of one network, each once for a kind of arguments, and lists the results.
+    """Tries the blocks of a network, each once for a kind of arguments in all `with` blocks, and lists the results."""
 
-    `ordered` blocks depend on the order of their tokens (causal attention, scans), which routing preserves.
-    """
-
-    def __init__(self, tried: Tried, ordered: bool = False):
-        self.tried, self.ordered = tried, ordered
-        self.settings: dict[int, tuple] = {}            # of the modules of each block, in this `with`
+    rows: dict[tuple[Any, ...], Trial | int | None] = field(default_factory=dict)   # int: passes without a verdict
+    sizes: dict[tuple[Any, ...], tuple[int, ...]] = field(default_factory=dict)     # the largest of its arguments
+    warned: bool = False
 
     @property
     def has_verdict(self) -> bool:
-        return self.ordered or any(not isinstance(row, int) for row in self.tried.rows.values())
+        return any(not isinstance(row, int) for row in self.rows.values())
 
     def kind_of(self, kept: Any) -> tuple[tuple, tuple]:
         """Returns what a block's behaviour may depend on, besides values of tensors, and the sizes of its arguments."""
         block, values = kept.block, [*kept.arguments.items()]
-        if block.index not in self.settings:
-            self.settings[block.index] = tuple(setting(part) for part in block.module.modules())
         axes = [(name, getattr(axis, "__qualname__", str(axis))) for name, axis in block.along.items()]
         kinds = [(name, *map(kind_of, leaves(value))) for name, value in values]
         tensors = [part for _, value in values for part in leaves(value) if isinstance(part, Tensor)]
         sizes = [size for part in tensors for size in part.shape]
-        return (block.index, len(kept.ids) > 1, self.settings[block.index], *axes, *kinds), tuple(sizes)
+        return (block.index, len(kept.ids) > 1, block.settings, *axes, *kinds), tuple(sizes)
 
     def try_block(self, kept: Any, call: Callable) -> str:
         """Raises ValueError for a block whose output depends on more than its tokens and the arguments in `along`.
@@ -86,10 +70,8 @@ class Trials:
         `call` calls a function like the block's forward with arguments by name. Returns the cause if the trial failed,
         as the block may.
         """
-        if self.ordered:
-            return ""
-        block, (here, sizes), rows = kept.block, self.kind_of(kept), self.tried.rows
-        largest = self.tried.sizes.get(here, sizes)
+        block, (here, sizes), rows = kept.block, self.kind_of(kept), self.rows
+        largest = self.sizes.get(here, sizes)
         if here in rows and not isinstance(rows[here], int) and all(map(int.__le__, sizes, largest)):
             return ""
         row, reason, failed = in_thread(lambda: measure(kept, call), kept.ids.device)
@@ -100,15 +82,14 @@ class Trials:
             raise ValueError(f"{block} {reason} by {row.deviation:.2g} of what it adds (tolerance {row.tolerance:.1g}, "
                              f"{row.dtype}). Cause: {cause(kept)}. If it depends on their order alone (causal "
                              f"attention, scans), set ordered=True.")
-        rows[here], self.tried.sizes[here] = row, tuple(map(max, sizes, largest))
+        rows[here], self.sizes[here] = row, tuple(map(max, sizes, largest))
         return ""
 
     def wait(self, here: tuple, block: Any, reason: str) -> None:
         """Counts a pass without a verdict; after the last, warns once for the network."""
-        rows = self.tried.rows
-        passes = rows.get(here, 0)
-        rows[here] = passes + 1 if isinstance(passes, int) and passes + 1 < PATIENCE else None
-        if rows[here] is None:
+        passes = self.rows.get(here, 0)
+        self.rows[here] = passes + 1 if isinstance(passes, int) and passes + 1 < PATIENCE else None
+        if self.rows[here] is None:
             self.warn(f"{block} could not be tried in {PATIENCE} passes ({reason}), so whether it may be routed is not "
                       f"known. It is trusted from now on.")
 
@@ -118,15 +99,9 @@ class Trials:
                       f"Run one pass inside routed() before compiling, or pass routed() the compiled module.")
 
     def warn(self, message: str) -> None:
-        if not self.tried.warned:
-            self.tried.warned = True
+        if not self.warned:
+            self.warned = True
             warnings.warn(message, stacklevel=2)
-
-
-def setting(part: nn.Module) -> tuple:
-    """Returns what a module's attributes, such as an attention processor, say about how it computes."""
-    return tuple(value if isinstance(value, bool | str) else len(value) if name in OWN and isinstance(value, Mapping)
-                 else type(value) for name, value in vars(part).items() if name != "_routed")
 
 
 def kind_of(part: Any) -> Any:
@@ -306,12 +281,6 @@ class InTrial(TorchFunctionMode):
                                   else part, (args, kwargs))
         if "dropout" in name:
             return args[0] if args else kwargs["input"]
-        if function is F.multi_head_attention_forward:
-            kwargs |= {"training": False}
-        elif function is F.scaled_dot_product_attention and len(args) > 4:
-            args = *args[:4], 0.0, *args[5:]
-        elif function is F.scaled_dot_product_attention:
-            kwargs |= {"dropout_p": 0.0}
         return function(*args, **kwargs)
 
 
@@ -397,8 +366,7 @@ def undisturbed(module: nn.Module, device: torch.device, dtype: torch.dtype | No
                 ) -> Iterator[Callable[[int], None]]:
     """Runs a module without dropout, and restores it and all random states; yields what starts both anew."""
     before = [(part, dict(vars(part))) for part in module.modules()]
-    numpy, state, precision = sys.modules.get("numpy"), random.getstate(), torch.get_float32_matmul_precision()
-    of_numpy = numpy and numpy.random.get_state()
+    state, precision = random.getstate(), torch.get_float32_matmul_precision()
 
     def attribute(name: str, value: Any) -> Any:    # which may be a cache that the block writes to
         if name == "training" and mode is not None:
@@ -410,8 +378,6 @@ def undisturbed(module: nn.Module, device: torch.device, dtype: torch.dtype | No
     def restart(seed: int) -> None:
         torch.manual_seed(seed)
         random.seed(seed)
-        if numpy:
-            numpy.random.seed(seed)
         for part, values in before:
             vars(part).clear()
             vars(part).update({name: attribute(name, value) for name, value in values.items()})
@@ -424,8 +390,6 @@ def undisturbed(module: nn.Module, device: torch.device, dtype: torch.dtype | No
             yield restart
         finally:
             random.setstate(state)
-            if numpy:
-                numpy.random.set_state(of_numpy)
             if precision != "highest":
                 torch.set_float32_matmul_precision(precision)
             for part, values in before:

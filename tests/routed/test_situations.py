@@ -249,7 +249,7 @@ REFUSED = {     # network, its description, and what the error says
     "pooled keys": (made(pooled_keys), {}, POSITIONS),
     "streams folded into the batch": (made(folded, forward=lambda net, x: through(
         net.blocks, x.repeat(4, 1, 1)).unflatten(0, (4, -1)).sum(0)), {},
-        r"\(\d+, 16, 8\), which is not \(B, N, D\) for the \d samples.*folded into the batch"),
+        r"x is \(\d+, 16, 8\), but tokens \(B, N, D\) of \d samples.* fold none into the batch"),
     "another block of a list": (made(lambda self, x: pooled_keys(self, x) if self.number == 2 else self.attend(x)),
                                 dict(routes=MIDDLE), f"block 2 .*{POSITIONS}"),
     "order alone": (made(causal), {}, "set ordered=True"),
@@ -295,12 +295,12 @@ REFUSED = {     # network, its description, and what the error says
     "a dict as output": (made(lambda self, x: {"x": self.attend(x)}, lambda part, x: part(x)["x"]), {},
                          r"gets tokens \(\d, 8, 8\) and returns dict"),
     "a pair as tokens": (made(lambda self, pair: pair, lambda part, x: part((x, x))[0]), {},
-                         r"pair is tuple, but tokens \(B, N, D\) are routed"),
+                         r"pair is tuple, but tokens \(B, N, D\) of \d samples are routed"),
     "tokens of four axes": (made(lambda self, x: x, lambda part, x: part(x[:, None])), {},
-                            r"x is \(\d, 1, 16, 8\), but tokens \(B, N, D\) are routed"),
+                            r"x is \(\d, 1, 16, 8\), but tokens \(B, N, D\) of"),
     "tokens first": (made(lambda self, x: self.attend(x.transpose(0, 1)).transpose(0, 1),
                           forward=lambda net, x: through(net.blocks, x.transpose(0, 1))), {},
-                     "tokens that come first|too few to route any"),
+                     r"transpose tokens \(N, B, D\)|too few to route any"),
     "tokens first in torch's attention": (encoder(), dict(blocks="layers", call=lambda case: case.model(X)),
                                           "batch_first=True"),
     "a nested tensor": (
@@ -357,7 +357,6 @@ REFUSED = {     # network, its description, and what the error says
         (Route(1, 1, 0.5, return_from=0), "return_from"))},
     # what is around a network
     "FSDP1": (Case(type("FullyShardedDataParallel", (nn.Module,), {})(), {}, []), {}, "shard it with FSDP2"),
-    "DataParallel": (Case(nn.DataParallel(made(attention).model), {}, []), {}, "use DistributedDataParallel"),
     "a reentrant checkpoint of blocks": (
         made(attention, partial(checkpoint, use_reentrant=True), inputs=dict(x=X.clone().requires_grad_())), {},
         "block 0 of blocks runs without the gradient.*use_reentrant=False"),
