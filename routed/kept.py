@@ -29,8 +29,8 @@ class RouteBlock:
         self.along = {self.name_of(key): axis for key, axis in spec.along.items()}
         self.per_sample = spec.per_sample or any(
             0 in (axis if isinstance(axis, tuple) else [axis]) for axis in self.along.values())
-        self.r: int | None = None           # the number of its route
-        self.route: Route | None = None
+        self.r = -1                         # the number of its route
+        self.route: Any = None              # a Route, if it is on one
         self.starts = self.ends = False
 
     def __str__(self) -> str:
@@ -43,9 +43,10 @@ class RouteBlock:
     @cached_property
     def settings(self) -> tuple[Any, ...]:
         """What its modules' attributes, such as an attention processor, say about how it computes."""
+        values = [item for part in self.module.modules() for item in vars(part).items() if item[0] != "_routed"]
         return tuple(value if isinstance(value, bool | str) else
-                     len(value) if name in OWN and isinstance(value, Mapping) else type(value) for part in self.module.modules() for name, value in vars(part).items()
-                     if name != "_routed")
+                     len(value) if name in OWN and isinstance(value, Mapping) else type(value)
+                     for name, value in values)
 
     def put_on(self, route: Route, r: int) -> None:
         self.r, self.route = r, route
@@ -61,7 +62,7 @@ class Kept:
     removed. If the block is called once for each sample, all of these are of one `sample`.
     """
 
-    def __init__(self, run: Any, block: RouteBlock, arguments: dict, x: Tensor, ids: Tensor):
+    def __init__(self, run: Any, block: RouteBlock, arguments: dict[Any, Any], x: Tensor, ids: Tensor):
         self.run, self.block, self.arguments, self.x, self.ids = run, block, arguments, x, ids
         self.is_trial, self.sample, self.network = False, None, run.routing.network
         self.has_all = block.starts or block.spec.rejoins       # the tokens are not reduced yet
@@ -92,7 +93,7 @@ class Kept:
         """Returns where in ascending order the tokens of the stream are (B, length - num_routed)."""
         return self.places().argsort(dim=1).argsort(dim=1)
 
-    def call(self, function: Callable, per_sample: bool | None = None) -> tuple[Any, dict]:
+    def call(self, function: Callable[..., Any], per_sample: bool | None = None) -> tuple[Any, dict[Any, Any]]:
         """Calls a function of the block's arguments by name with what is kept; returns its output, and with what.
 
         If it is called once for each sample, returns the joined outputs and {}.
@@ -126,7 +127,7 @@ class Kept:
             return self.run.routing.router.start_route(x, self.places())
         return gathered(x, self.order(), 1) if self.is_trial else x
 
-    def take(self) -> dict:
+    def take(self) -> dict[Any, Any]:
         """Returns the block's arguments, with its tokens and those along them reduced to the kept tokens."""
         block, taken = self.block, dict(self.arguments)
         taken[block.tokens] = [self.tokens()] if isinstance(taken[block.tokens], list) else self.tokens()
@@ -182,7 +183,7 @@ def gathered(value: Tensor, index: Tensor, axis: int) -> Tensor:
     return value.expand(len(index), *value.shape[1:]).gather(axis, index)
 
 
-def joined(outs: list) -> Any:
+def joined(outs: list[Any]) -> Any:
     """Joins the outputs of single samples along the batch axis."""
     if len(outs) == 1:
         return outs[0]

@@ -31,8 +31,8 @@ class Pass:
         self.is_compiled = torch.compiler.is_compiling()
         self.seals = routing.options.probe and not self.is_compiled
         # By number of route. In a `Kept`, which refers to this pass, tensors would wait for the garbage collector.
-        self.ids_keep: list[Tensor | None] = [None] * len(routing.routes)
-        self.before_route: dict[int, Tensor | None] = {}        # all tokens at a route's start
+        self.ids_keep: list[Any] = [None] * len(routing.routes)
+        self.before_route: dict[int, Any] = {}        # all tokens at a route's start
         self.returned: tuple[Any, Any] = None, None             # the latest block, and its tokens
         self.text = 0                       # tokens of text that has its own stream in some blocks
         family, network, mask = routing.family, routing.network, routing.options.keep_mask
@@ -75,7 +75,7 @@ class Pass:
                 self.routing.wait_for(self)
                 value.register_hook(partial(BACKWARD.reach, self, depth))
 
-    def recompute(self, block: RouteBlock, forward: Callable, args: tuple, kwargs: dict) -> Any:
+    def recompute(self, block: RouteBlock, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls a block again in a backward, with the kept tokens of this pass."""
         try:
             self.recomputes = True
@@ -83,7 +83,7 @@ class Pass:
         finally:
             self.recomputes = False
 
-    def call(self, block: RouteBlock, forward: Callable, args: tuple, kwargs: dict) -> Any:
+    def call(self, block: RouteBlock, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls a block, on a route only with the kept tokens; at the end of a route, returns all tokens."""
         self.is_compiled |= torch.compiler.is_compiling()       # perhaps by a compiled forward alone
         arguments = {block.name_of(i): value for i, value in enumerate(args)} | kwargs
@@ -117,14 +117,14 @@ class Pass:
         is_inside = block.route is not None and not block.ends and not block.spec.rejoins
         return self.sealed(block, output) if is_inside and self.seals and self.routing.is_like_next(block) else output
 
-    def by_name(self, block: RouteBlock, forward: Callable, args: tuple, kwargs: dict) -> Callable:
+    def by_name(self, block: RouteBlock, forward: Callable[..., Any], args: Any, kwargs: Any) -> Callable[..., Any]:
         """Returns a function that calls a block, or another function of its arguments, with arguments by name.
 
         The block's hooks see its kept tokens sealed.
         """
         hides = self.seals and not is_compiled_in_place(block.module) and "forward" not in vars(block.module)
 
-        def call(arguments: dict, function: Callable = forward) -> Any:
+        def call(arguments: dict[Any, Any], function: Callable[..., Any] = forward) -> Any:
             if hides:
                 arguments = arguments | {block.tokens: mapped(
                     lambda x: seal(x, self, block) if type(x) is Tensor else x, arguments[block.tokens])}
@@ -241,7 +241,7 @@ class Pass:
                         f"the tokens: add {name!r} to along= with its token axis, pairs (a mask of all pairs of "
                         f"tokens), fewer (a number of tokens), or None if it has no value per token.")
 
-    def leave(self, kept: Kept, output: Any, taken: dict) -> tuple[Any, Tensor]:
+    def leave(self, kept: Kept, output: Any, taken: dict[Any, Any]) -> tuple[Any, Tensor]:
         """Returns the output of a block and the tokens in it; at a route's end, all tokens."""
         block, x = kept.block, tokens_in(output, kept.block)
         size = len(kept.x), kept.length - kept.num_routed, kept.x.shape[2]
@@ -262,7 +262,7 @@ class Pass:
         return output, x
 
 
-def samples_in(values: list) -> int | None:
+def samples_in(values: list[Any]) -> int | None:
     """Counts the samples of the first argument that has some: a tensor, a list of images, or a dict of such."""
     for value in values:
         if isinstance(value, Mapping) and (count := samples_in([*value.values()])) is not None:

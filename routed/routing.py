@@ -68,7 +68,7 @@ class Routing:
             raise ValueError(f"along= names {unknown[0]!r}; besides tokens the blocks take {sorted(names)}.")
         return blocks
 
-    def put_on_blocks(self, routes: list[Any]) -> list[Route]:
+    def put_on_blocks(self, routes: list[Any]) -> tuple[Route, ...]:
         """Puts the blocks on their routes, whose numbers it resolves and sorts; raises ValueError if it cannot."""
         if others := [route for route in routes if not isinstance(route, Route)]:
             raise ValueError(f"{others[0]!r} is not a route: write Route(start_layer_idx, end_layer_idx, "
@@ -112,7 +112,7 @@ class Routing:
             for module in self.modules:
                 uninstall(module)
 
-    def call(self, block: RouteBlock | None, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def call(self, block: RouteBlock | None, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls the network (None) or a block of it in a forward pass; the network or block 0 begins the pass."""
         if block is None:
             return self.call_network(forward, args, kwargs)
@@ -132,7 +132,7 @@ class Routing:
             run.end()
         return output
 
-    def call_network(self, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def call_network(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.active is not None and not self.active.without_network:     # its forward, inside of its call
             return forward(*args, **kwargs)
         arguments = dict(zip(self.arguments or range(len(args)), args, strict=False)) | kwargs
@@ -151,7 +151,7 @@ class Routing:
             run.mark(output, len(self.blocks))
         return output
 
-    def try_uncompiled(self, module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> None:
+    def try_uncompiled(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         """Runs a compiled network once uncompiled and without gradients, before its first call, to try its blocks."""
         if self.tries is None or self.active is not None or self.pauses or self.tries.has_verdict \
                 or threading.get_ident() != self.thread or module is self.network and not is_compiled_in_place(module):
@@ -172,7 +172,7 @@ class Routing:
         self.latest = None
 
 
-def described(network: nn.Module, options: Any) -> Family:
+def described(network: nn.Module, options: Any) -> Any:
     """Returns the description of a network: the user's, or the known one as along= and keep= correct it."""
     if options.family is not None and (options.blocks, options.along, options.keep) != (None, None, None):
         raise ValueError("blocks=, along= and keep= describe a network, as family= does: leave them out.")
@@ -252,9 +252,9 @@ def routed(
                          f"dense pass inside of it.")
     for module, block in routing.modules.items():
         install(module, routing, block)
-    wrapper = compiled_wrapper(model, network)
-    may_try = wrapper is not None and routing.tries is not None and not routing.tries.has_verdict
-    hook = wrapper.register_forward_pre_hook(routing.try_uncompiled, with_kwargs=True) if may_try else None
+    wrapper, hook = compiled_wrapper(model, network), None
+    if wrapper is not None and routing.tries and not routing.tries.has_verdict:
+        hook = wrapper.register_forward_pre_hook(routing.try_uncompiled, with_kwargs=True)
     try:
         yield routing
         if routing.latest is None:

@@ -55,7 +55,7 @@ class Trials:
     def has_verdict(self) -> bool:
         return any(not isinstance(row, int) for row in self.rows.values())
 
-    def kind_of(self, kept: Any) -> tuple[tuple, tuple]:
+    def kind_of(self, kept: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Returns what a block's behaviour may depend on, besides values of tensors, and the sizes of its arguments."""
         block, values = kept.block, [*kept.arguments.items()]
         axes = [(name, getattr(axis, "__qualname__", str(axis))) for name, axis in block.along.items()]
@@ -64,7 +64,7 @@ class Trials:
         sizes = [size for part in tensors for size in part.shape]
         return (block.index, len(kept.ids) > 1, block.settings, *axes, *kinds), tuple(sizes)
 
-    def try_block(self, kept: Any, call: Callable) -> str:
+    def try_block(self, kept: Any, call: Callable[..., Any]) -> str:
         """Raises ValueError for a block whose output depends on more than its tokens and the arguments in `along`.
 
         `call` calls a function like the block's forward with arguments by name. Returns the cause if the trial failed,
@@ -85,7 +85,7 @@ class Trials:
         rows[here], self.sizes[here] = row, tuple(map(max, sizes, largest))
         return ""
 
-    def wait(self, here: tuple, block: Any, reason: str) -> None:
+    def wait(self, here: tuple[Any, ...], block: Any, reason: str) -> None:
         """Counts a pass without a verdict; after the last, warns once for the network."""
         passes = self.rows.get(here, 0)
         self.rows[here] = passes + 1 if isinstance(passes, int) and passes + 1 < PATIENCE else None
@@ -122,9 +122,9 @@ def cause(kept: Any) -> str:
             + (f", which names none for {', '.join(others)}" if others else ""))
 
 
-def measure(kept: Any, call: Callable) -> tuple[Trial | None, str, bool]:
+def measure(kept: Any, call: Callable[..., Any]) -> tuple[Trial | None, str, bool]:
     """Returns the result of a trial and what it means, or None and why there is none; and whether the block failed."""
-    reasons = []
+    reasons: list[tuple[str, bool]] = []
     # What computes in one precision alone is tried in that; a single sample is repeated if the block allows. A block
     # with noise of its own is tried in evaluation.
     for dtype, copies, mode in product((torch.float32, None), (2, 1) if len(kept.ids) == 1 else (1,), (None, False)):
@@ -141,7 +141,7 @@ def measure(kept: Any, call: Callable) -> tuple[Trial | None, str, bool]:
     return None, reasons[0][0], reasons[-1][1]
 
 
-def measured(kept: Any, call: Callable, dtype: torch.dtype | None, copies: int, mode: bool | None,
+def measured(kept: Any, call: Callable[..., Any], dtype: torch.dtype | None, copies: int, mode: bool | None,
              ) -> tuple[Trial | None, str]:
     """Compares the outputs of a block whose kept tokens are in their order, and in another."""
     block, ids, module = kept.block, kept.ids.repeat(copies, 1), getattr(kept.block.module, "_orig_mod",
@@ -161,7 +161,7 @@ def measured(kept: Any, call: Callable, dtype: torch.dtype | None, copies: int, 
         weights = opened_weights(module, generator, dtype)
         forward = module.forward if is_sharded or is_compiled_in_place(module) else module
 
-        def run(ids: Tensor, per_sample: bool | None = None, seed: int = 0) -> tuple[Any, Any, list]:
+        def run(ids: Tensor, per_sample: bool | None = None, seed: int = 0) -> tuple[Any, Any, list[Any]]:
             restart(seed)
             buffers = {name: cast(buffer.clone(), dtype) for name, buffer in named(module, "named_buffers")}
             turned = kept.but(ids=ids, arguments=copied(arguments), is_trial=True)
@@ -210,7 +210,7 @@ def largest_deviation(first: Any, second: Any, out: Any, other: Any, main: Tenso
     return next((row for row in found if not math.isfinite(row[0])), max(found))
 
 
-def joint_deviation(run: Callable, ids: Tensor, added: float, limit: float) -> tuple[float, str]:
+def joint_deviation(run: Callable[..., Any], ids: Tensor, added: float, limit: float) -> tuple[float, str]:
     """Compares one call for each sample with one for all, where all samples keep the same tokens."""
     shared = ids[:1].expand(len(ids), -1)
     try:
@@ -231,7 +231,7 @@ def joint_deviation(run: Callable, ids: Tensor, added: float, limit: float) -> t
                        f"batch. Pass it table[None] and name axis 1. It differs")
 
 
-def outputs(value: Any) -> list:
+def outputs(value: Any) -> list[Any]:
     return leaves(value if isinstance(value, tuple | list) else [value])
 
 
@@ -239,7 +239,7 @@ def rms(part: Tensor) -> float:
     return float(part.to(torch.promote_types(part.dtype, torch.float32)).square().mean().sqrt())
 
 
-def turned(part: Tensor, axes: tuple, order: Tensor) -> Tensor:
+def turned(part: Tensor, axes: tuple[Any, ...], order: Tensor) -> Tensor:
     for axis in axes:
         part = part.take_along_dim(order.view(len(order), *[1] * (axis - 1), -1, *[1] * (part.ndim - axis - 1)), axis)
     return part
@@ -251,7 +251,7 @@ def stored(module: nn.Module) -> list[Tensor]:
             for leaf in leaves(value) if isinstance(leaf, Tensor)]
 
 
-def in_thread(function: Callable, device: torch.device) -> Any:
+def in_thread(function: Callable[..., Any], device: torch.device) -> Any:
     """Runs a function in a thread of its own, on the caller's device and stream."""
     default = torch.get_default_device()
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -272,7 +272,7 @@ class InTrial(TorchFunctionMode):
         super().__init__()
         self.wide = wide
 
-    def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")
         if self.wide and name in ("bfloat16", "half"):
             return args[0].float()
@@ -284,7 +284,7 @@ class InTrial(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-def copied(value: Any, memo: dict | None = None) -> Any:
+def copied(value: Any, memo: dict[Any, Any] | None = None) -> Any:
     """Copies an argument, so that a block may write to it; modules and functions remain."""
     memo = {} if memo is None else memo
 
@@ -343,7 +343,7 @@ def opened_weights(module: nn.Module, generator: torch.Generator, dtype: torch.d
             if type(p) in (nn.Parameter, Tensor) and p.is_floating_point() and p.element_size() > 1}
 
 
-def with_tensors(module: nn.Module, forward: Callable, tensors: dict[str, Tensor]) -> Callable:
+def with_tensors(module: nn.Module, forward: Callable[..., Any], tensors: dict[str, Tensor]) -> Callable[..., Any]:
     """Returns a function that calls a module, or its forward, with other weights and buffers."""
     holder = nn.Module()
     holder.module, holder.forward = module, partial(forward)
@@ -351,7 +351,7 @@ def with_tensors(module: nn.Module, forward: Callable, tensors: dict[str, Tensor
     return lambda *args, **kwargs: torch.func.functional_call(holder, tensors, args, kwargs, tie_weights=False)
 
 
-def on_copies(module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
+def on_copies(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Calls a module's forward without gradients, and restores its attributes, buffers and all random states."""
     args, kwargs = mapped(lambda part: part.detach().clone() if type(part) is Tensor else part, (args, kwargs))
     device = next((part.device for part in leaves([args, kwargs]) if isinstance(part, Tensor)), torch.device("cpu"))
