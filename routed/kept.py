@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from routed.modules import OWN
 from routed.nested import by_axis, leaves, only_element
 from routed.networks import Blocks, argument_names, unwrapped
-from routing_module import Route
 
 
 class RouteBlock:
@@ -47,10 +46,6 @@ class RouteBlock:
         return tuple(value if isinstance(value, bool | str) else
                      len(value) if name in OWN and isinstance(value, Mapping) else type(value)
                      for name, value in values)
-
-    def put_on(self, route: Route, r: int) -> None:
-        self.r, self.route = r, route
-        self.starts, self.ends = self.index == route.start_layer_idx, self.index == route.end_layer_idx
 
 
 class Kept:

@@ -14,7 +14,6 @@ from routed.kept import Kept, RouteBlock, replaced, tokens_in
 from routed.modules import BACKWARD, is_compiled_in_place
 from routed.nested import PLAIN_VALUES, leaves, mapped, only_element
 from routed.sealed import Sealed, seal, unsealed
-from routed.trial import Trials
 
 
 class Pass:
@@ -44,11 +43,6 @@ class Pass:
         self.front = family.front(network, arguments) if family.front else routing.options.keep or 0     # or (B,)
         self.free = family.free(network, arguments) if family.free else 0
         self.keep_mask = mask(arguments) if callable(mask) else mask        # (B, free) bool: these are kept
-
-    @property
-    def trials(self) -> Trials | None:
-        """Tries the blocks of this pass; None in compiled code and while a block is recomputed."""
-        return None if torch.compiler.is_compiling() or self.recomputes else self.routing.tries
 
     def end(self) -> None:
         """Frees the tokens of a pass that is over or broke off, whose graph would hold them for ever."""
@@ -101,7 +95,8 @@ class Pass:
         else:
             by_name = self.by_name(block, forward, args, kwargs)
             kept = self.enter(block, arguments, x)
-            failure = self.trials.try_block(kept, by_name) if self.trials else ""
+            tries = None if torch.compiler.is_compiling() or self.recomputes else self.routing.tries
+            failure = tries.try_block(kept, by_name) if tries else ""
             try:
                 output, taken = kept.call(by_name)
             except (RuntimeError, IndexError, TypeError, AssertionError) as error:
@@ -115,7 +110,8 @@ class Pass:
             self.returned = block, x
         self.mark(output, block.index)
         is_inside = block.route is not None and not block.ends and not block.spec.rejoins
-        return self.sealed(block, output) if is_inside and self.seals and self.routing.is_like_next(block) else output
+        is_sealed = is_inside and self.seals and self.routing.blocks[block.index + 1].spec is block.spec
+        return self.sealed(block, output) if is_sealed else output
 
     def by_name(self, block: RouteBlock, forward: Callable[..., Any], args: Any, kwargs: Any) -> Callable[..., Any]:
         """Returns a function that calls a block, or another function of its arguments, with arguments by name.

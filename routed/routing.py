@@ -80,11 +80,9 @@ class Routing:
                                  f"x_D_last, return_from and path_drop.")
             if route.selection_ratio > 0:
                 for block in self.blocks[route.start_layer_idx:route.end_layer_idx + 1]:
-                    block.put_on(route, r)
+                    block.r, block.route = r, route
+                    block.starts, block.ends = block.index == route.start_layer_idx, block.index == route.end_layer_idx
         return resolved
-
-    def is_like_next(self, block: RouteBlock) -> bool:
-        return self.blocks[block.index + 1].spec is block.spec
 
     def close(self) -> None:
         """Ends the routing; a backward that comes later still finds the passes whose graphs live."""
@@ -201,12 +199,6 @@ def needs_gradient(what: str) -> None:
                          f"input.")
 
 
-def compiled_wrapper(model: nn.Module, network: nn.Module) -> nn.Module | None:
-    """Returns the module of torch.compile that a model calls its network by."""
-    wrappers = [part for part in model.modules() if getattr(part, "_orig_mod", None) is not None]
-    return wrappers[0] if wrappers and network in wrappers[0].modules() else None
-
-
 @contextmanager
 def routed(
     model: nn.Module,                                   # alone, or inside DDP, torch.compile or PEFT
@@ -252,9 +244,10 @@ def routed(
                          f"dense pass inside of it.")
     for module, block in routing.modules.items():
         install(module, routing, block)
-    wrapper, hook = compiled_wrapper(model, network), None
-    if wrapper is not None and routing.tries and not routing.tries.has_verdict:
-        hook = wrapper.register_forward_pre_hook(routing.try_uncompiled, with_kwargs=True)
+    wrappers = [part for part in model.modules() if hasattr(part, "_orig_mod") and network in part.modules()]
+    hook = None
+    if wrappers and routing.tries and not routing.tries.has_verdict:
+        hook = wrappers[0].register_forward_pre_hook(routing.try_uncompiled, with_kwargs=True)
     try:
         yield routing
         if routing.latest is None:

@@ -2,7 +2,6 @@
 
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -137,13 +136,6 @@ def test_a_mask_of_all_pairs_is_reduced_where_along_says_so(name, argument, mask
     case = example(name)
     case.inputs |= masks
     assert_exact(case, along={argument: pairs})
-
-
-def test_timms_tables_get_a_batch_and_a_heads_axis():
-    kept = SimpleNamespace(rows=lambda table, axis: (*table.shape, axis))
-    for shape, batch, heads in (((N, 8), 1, 1), ((2, N, 8), 1, 2), ((1, 2, N, 8), 1, 2),
-                                ((BATCH, 1, N, 8), BATCH, 1), ((BATCH, 2, N, 8), BATCH, 2)):   # with patch dropout
-        assert families.of_heads(torch.zeros(shape), kept) == (batch, heads, N, 8, 2)
 
 
 def test_each_known_network_is_tested_and_on_the_page():
