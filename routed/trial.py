@@ -125,13 +125,12 @@ def cause(kept: Any) -> str:
 def measure(kept: Any, call: Callable[..., Any]) -> tuple[Trial | None, str, bool]:
     """Returns the result of a trial and what it means, or None and why there is none; and whether the block failed."""
     reasons: list[tuple[str, bool]] = []
-    # What computes in one precision alone is tried in that; a single sample is repeated if the block allows. A block
-    # with noise of its own is tried in evaluation.
-    for dtype, copies, mode in product((torch.float32, None), (2, 1) if len(kept.ids) == 1 else (1,), (None, False)):
+    # What computes in one precision alone is tried in that, and a block with noise of its own in evaluation.
+    for dtype, mode in product((torch.float32, None), (None, False)):
         if mode is False and not (reasons[-1] == (RANDOM, False) and kept.block.module.training):
             continue
         try:
-            row, reason = measured(kept, call, dtype, copies, mode)
+            row, reason = measured(kept, call, dtype, mode)
             failed = False
         except Exception as error:
             row, reason, failed = None, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", True
@@ -141,11 +140,10 @@ def measure(kept: Any, call: Callable[..., Any]) -> tuple[Trial | None, str, boo
     return None, reasons[0][0], reasons[-1][1]
 
 
-def measured(kept: Any, call: Callable[..., Any], dtype: torch.dtype | None, copies: int, mode: bool | None,
+def measured(kept: Any, call: Callable[..., Any], dtype: torch.dtype | None, mode: bool | None,
              ) -> tuple[Trial | None, str]:
     """Compares the outputs of a block whose kept tokens are in their order, and in another."""
-    block, ids, module = kept.block, kept.ids.repeat(copies, 1), getattr(kept.block.module, "_orig_mod",
-                                                                         kept.block.module)
+    block, ids, module = kept.block, kept.ids, getattr(kept.block.module, "_orig_mod", kept.block.module)
     if any(p.is_meta for p in (kept.x, *module.parameters())):
         return None, "its weights are elsewhere"
     is_sharded = False
@@ -156,7 +154,7 @@ def measured(kept: Any, call: Callable[..., Any], dtype: torch.dtype | None, cop
     generator = torch.Generator(ids.device).manual_seed(0)
     order = torch.rand(ids.shape, generator=generator, device=ids.device).argsort(dim=1)
     with undisturbed(module, ids.device, dtype, mode) as restart:
-        arguments = {name: prepared(value, generator, dtype, copies, name == block.tokens)
+        arguments = {name: prepared(value, generator, dtype, name == block.tokens)
                      for name, value in kept.arguments.items()}
         weights = opened_weights(module, generator, dtype)
         forward = module.forward if is_sharded or is_compiled_in_place(module) else module
@@ -306,15 +304,13 @@ def cast(part: Tensor, dtype: torch.dtype | None) -> Tensor:
     return part.to(dtype) if dtype and part.is_floating_point() and part.dtype != torch.float64 else part
 
 
-def prepared(value: Any, generator: torch.Generator, dtype: torch.dtype | None, copies: int, is_tokens: bool) -> Any:
-    """Returns an argument in the trial's precision, with open gates, and repeated for a batch of one."""
+def prepared(value: Any, generator: torch.Generator, dtype: torch.dtype | None, is_tokens: bool) -> Any:
+    """Returns an argument in the trial's precision, with open gates."""
     def prepare(part: Any) -> Any:
         if type(part) is not Tensor:
             return part
         part = cast(part.detach(), dtype)
-        if not is_tokens:
-            part = opened(part, generator, 1e-3)
-        return part.repeat(copies, *[1] * (part.ndim - 1)) if part.ndim > 1 and len(part) == 1 else part
+        return part if is_tokens else opened(part, generator, 1e-3)
     return mapped(prepare, value)
 
 
