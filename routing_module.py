@@ -246,11 +246,13 @@ class Router:
         if noise is None:
             noise = torch.rand(batch, num_tokens, device=x.device, dtype=torch.float32)
         if keep_mask is not None:
-            if keep_mask.device.type == "cpu" and (most := int(keep_mask.sum(dim=1).max())) > num_keep:
+            if torch.compiler.is_compiling():       # a compiled assertion does not wait
+                assert keep_mask.sum(dim=1).max() <= num_keep, "keep_mask keeps more tokens than are kept: keep fewer."
+            elif keep_mask.device.type == "cpu" and (most := int(keep_mask.sum(dim=1).max())) > num_keep:
                 raise ValueError(f"keep_mask keeps {most} tokens of a sample, but at selection ratio {selection_ratio} "
                                  f"only {num_keep} of {num_tokens} are kept: lower the ratio to "
                                  f"{1 - most / num_tokens:.4g} or less, or keep fewer.")
-            noise = self.keep(noise, keep_mask)
+            noise = self.keep(noise, keep_mask.to(noise.device, non_blocking=True))
         score = torch.where(noise < 0, noise * 1e30, self.score(x, noise))      # below every score
         return score.argsort(dim=1)[:, :num_keep].sort(dim=1).values
 

@@ -12,7 +12,7 @@ from routed.networks import Blocks, Family, argument_names, by_place, fewer, lis
 
 TEXT, ROPE, MASK = "encoder_hidden_states", "image_rotary_emb", "attention_mask"
 PLAIN = Family((Blocks("blocks"),))
-FAMILIES = {    # of libraries
+FAMILIES: dict[str, Family] = {     # of libraries
     "dit.DiT": Family((Blocks("blocks", {"positions": 1}),)),
     "diffusers.DiTTransformer2DModel": Family((Blocks("transformer_blocks"),)),
     "diffusers.PixArtTransformer2DModel": Family((Blocks("transformer_blocks", {MASK: 2}),)),
@@ -48,7 +48,7 @@ FAMILIES = {    # of libraries
     "diffusers.Kandinsky5Transformer3DModel": Family((Blocks("visual_transformer_blocks", {"rope": 1}),)),
     "diffusers.Kandinsky6Transformer3DModel": Family((Blocks("visual_transformer_blocks", {"vis_rope": -5}),)),
 }
-CODES = {       # original code, recognised by the class and by what `fits`
+CODES: dict[str, tuple[Family, ...]] = {       # original code, recognised by the class and by what `fits`
     **dict.fromkeys(("DiT", "SiT", "PixArt", "PixArtMS"), (PLAIN,)),
     "LightningDiT": (Family((Blocks("blocks", {"feat_rope": by_place(2)}),)),),
     "MMDiTX": (Family((Blocks("joint_blocks", tokens=1, text=0, out=1),)),),
@@ -56,7 +56,7 @@ CODES = {       # original code, recognised by the class and by what `fits`
 
 
 # Encoders: class and register tokens in front.
-def in_front(network: nn.Module, _call: dict) -> int:
+def in_front(network: Any, _call: dict[Any, Any]) -> int:
     """Counts class and register tokens; timm, transformers and facebookresearch use different names for them."""
     if hasattr(network, "num_prefix_tokens"):
         return network.num_prefix_tokens
@@ -85,7 +85,7 @@ CODES |= {
 
 
 # Flux and its relatives, whose condition images follow the image.
-def first_image(_network: nn.Module, call: dict) -> int:
+def first_image(_network: nn.Module, call: dict[Any, Any]) -> int:
     """Counts the tokens of the image to be predicted; condition images follow it and have another first coordinate."""
     places = call["x_ids" if "x_ids" in call else "img_ids"]
     of_image = (places[0] if places.ndim == 3 else places)[:, 0]        # (N,)
@@ -100,24 +100,15 @@ def first_image(_network: nn.Module, call: dict) -> int:
 FLUX = Family((Blocks("transformer_blocks", {ROPE: 0}, text=TEXT, out=1),
                Blocks("single_transformer_blocks", {ROPE: 0}, text=TEXT, out=1)), free=first_image)
 FLUX2 = Family((FLUX.lists[0], Blocks("single_transformer_blocks", {ROPE: 0})), free=first_image)
-FAMILIES |= {
-    "diffusers.FluxTransformer2DModel": FLUX,
-    "diffusers.BriaTransformer2DModel": FLUX,
-    "diffusers.LongCatImageTransformer2DModel": FLUX,
-    "diffusers.OvisImageTransformer2DModel": FLUX,
-    "diffusers.Flux2Transformer2DModel": FLUX2,
-    "diffusers.BriaFiboTransformer2DModel": FLUX2,
-}
-CODES |= {
-    "Flux": (Family((Blocks("double_blocks", {"pe": 2}, text="txt"), Blocks("single_blocks", {"pe": 2})),
-                    free=first_image),),
-    "Flux2": (Family((Blocks("double_blocks", {"pe": 2}, text="txt"), Blocks("single_blocks", {"pe": 2})),
-                     free=first_image),),
-}
+FIBO = replace(FLUX2, lists=tuple(replace(spec, rejoins=True) for spec in FLUX2.lists))     # new text before each block
+FAMILIES |= {f"diffusers.{name}Transformer2DModel": FLUX for name in ("Flux", "Bria", "LongCatImage", "OvisImage")}
+FAMILIES |= {"diffusers.Flux2Transformer2DModel": FLUX2, "diffusers.BriaFiboTransformer2DModel": FIBO}
+CODES |= dict.fromkeys(("Flux", "Flux2"), (Family((
+    Blocks("double_blocks", {"pe": 2}, text="txt"), Blocks("single_blocks", {"pe": 2})), free=first_image),))
 
 
 # Networks that receive lists of images, or pack attention's parameters in a record.
-def one_size(images: list) -> Any:
+def one_size(images: list[Any]) -> Any:
     """Returns the shape, or the number of tokens, that all images share; raises ValueError if they differ."""
     first, *others = (image if isinstance(image, int) else getattr(image, "shape", None) for image in images)
     if first is None or any(other != first for other in others):
@@ -126,19 +117,19 @@ def one_size(images: list) -> Any:
     return first
 
 
-def padded_image(_network: nn.Module, call: dict) -> int:
+def padded_image(_network: nn.Module, call: dict[Any, Any]) -> int:
     """Counts the tokens of each image of a list, padded to a multiple of 32."""
     patch = call["f_patch_size"] * call["patch_size"] ** 2
     return -(-prod(one_size(call["x"])[1:]) // patch // 32) * 32
 
 
-def patches_of(_network: nn.Module, call: dict) -> int:
+def patches_of(_network: nn.Module, call: dict[Any, Any]) -> int:
     """Counts the patches of images or videos (B, C, F, H, W)."""
     frames, rows, columns = call["x"].shape[2:]
     return frames // call["f_patch_size"] * (rows // call["patch_size"]) * (columns // call["patch_size"])
 
 
-def words_of_one_size(_network: nn.Module, call: dict) -> Tensor:
+def words_of_one_size(_network: nn.Module, call: dict[Any, Any]) -> Tensor:
     """Counts the words of each text (B,); raises ValueError for images of several sizes."""
     one_size(call["x"])
     return call["cap_mask"].sum(dim=1)
@@ -181,12 +172,12 @@ CODES |= {
 
 
 # Qwen-Image, whose condition images are in its stream.
-def first_of_shapes(_network: nn.Module, call: dict) -> int:
+def first_of_shapes(_network: nn.Module, call: dict[Any, Any]) -> int:
     """Counts the tokens of the image to be predicted from img_shapes; the images after it are conditions."""
     return one_size([prod(sample[0] if isinstance(sample, list) else sample) for sample in call["img_shapes"]])
 
 
-def before_last_image(_network: nn.Module, call: dict) -> int:
+def before_last_image(_network: nn.Module, call: dict[Any, Any]) -> int:
     """Counts Qwen-Image 2.1's text and condition images, which take a fourth of their tokens in the text."""
     conditions = call["hidden_states"].shape[1] - prod(call["img_shapes"][0][-1])
     return call[TEXT].shape[1] + conditions - conditions // 4
@@ -218,14 +209,14 @@ CODES |= {
 
 
 # Hunyuan.
-def given_frame(network: nn.Module, call: dict) -> int:
+def given_frame(network: Any, call: dict[Any, Any]) -> int:
     """Counts the tokens of HunyuanVideo's first frame if that is the condition."""
     if network.config.image_condition_type != "token_replace":
         return 0
     return prod(size // network.config.patch_size for size in call["hidden_states"].shape[-2:])
 
 
-HUNYUAN = dict(freqs_cis=0, attn_mask=pairs, total_len=fewer, cu_seqlens_q=ends, cu_seqlens_kv=ends,
+HUNYUAN: dict[Any, Any] = dict(freqs_cis=0, attn_mask=pairs, total_len=fewer, cu_seqlens_q=ends, cu_seqlens_kv=ends,
                max_seqlen_q=fewer, max_seqlen_kv=fewer)
 FAMILIES |= {
     "diffusers.HunyuanImageTransformer2DModel": Family(

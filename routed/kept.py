@@ -1,16 +1,16 @@
 """What is kept in a call of a block: its tokens, its arguments, and where they were."""
 
 import copy
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from routed.modules import OWN
 from routed.nested import by_axis, leaves, only_element
 from routed.networks import Blocks, argument_names, unwrapped
-from routing_module import Route
 
 
 class RouteBlock:
@@ -20,18 +20,16 @@ class RouteBlock:
         self.index, self.module, self.spec = index, module, spec
         self.inner = unwrapped(module)
         self.joined = joined                # the text that is a stream of earlier blocks is in its sequence
-        if isinstance(self.inner, nn.ModuleList | nn.ModuleDict):
-            has_forward = type(self.inner).forward is not nn.Module.forward
-            raise ValueError(f"{spec.path}.{index} is a {type(self.inner).__name__} of {len(self.inner)} modules, not "
-                             f"a block: " + ("build the network with a list of blocks (DINOv2: block_chunks=0)."
-                                             if has_forward else
-                                             "the network adds their residuals itself, so name a list of modules whose "
-                                             "forward contains them."))
+        if isinstance(self.inner, nn.ModuleList):
+            raise ValueError(f"{spec.path}.{index} is a {type(self.inner).__name__}, not a block: name a list of "
+                             f"modules that contain their residuals, without chunks (DINOv2: block_chunks=0).")
         self.names = argument_names(self.inner)
         self.tokens, self.text = map(self.name_of, (spec.tokens, spec.text))
-        self.name({self.name_of(key): axis for key, axis in spec.along.items()})
-        self.r: int | None = None           # the number of its route
-        self.route: Route | None = None
+        self.along = {self.name_of(key): axis for key, axis in spec.along.items()}
+        self.per_sample = spec.per_sample or any(
+            0 in (axis if isinstance(axis, tuple) else [axis]) for axis in self.along.values())
+        self.r = -1                         # the number of its route
+        self.route: Any = None              # a Route, if it is on one
         self.starts = self.ends = False
 
     def __str__(self) -> str:
@@ -41,23 +39,13 @@ class RouteBlock:
         """Returns the name of the argument at a position, or the position if the argument has no name."""
         return self.names[key] if isinstance(key, int) and key < len(self.names) else key
 
-    def name(self, along: dict) -> None:
-        """Says which arguments have a value per token, and with it whether the block is called for each sample."""
-        self.along = along
-        self.per_sample = self.spec.per_sample or any(
-            0 in (axis if isinstance(axis, tuple) else [axis]) for axis in along.values())
-
-    def put_on(self, route: Route, r: int, may_convolve: bool) -> None:
-        """Puts the block on a route; raises ValueError if it convolves, or does not have its tokens in axis 1."""
-        self.r, self.route = r, route
-        self.starts, self.ends = self.index == route.start_layer_idx, self.index == route.end_layer_idx
-        for part in self.module.modules():
-            if isinstance(part, nn.Conv1d | nn.Conv2d | nn.Conv3d) and max(part.kernel_size) > 1 and not may_convolve:
-                raise ValueError(f"{self} convolves over the grid of tokens, so tokens cannot be removed. If it "
-                                 f"convolves along their order alone (causal), set ordered=True; along channels, "
-                                 f"probe=False.")
-            if isinstance(part, nn.MultiheadAttention) and not part.batch_first:
-                raise ValueError(f"{self} attends over tokens (N, B, D): set batch_first=True.")
+    @cached_property
+    def settings(self) -> tuple[Any, ...]:
+        """What its modules' attributes, such as an attention processor, say about how it computes."""
+        values = [item for part in self.module.modules() for item in vars(part).items() if item[0] != "_routed"]
+        return tuple(value if isinstance(value, bool | str) else
+                     len(value) if name in OWN and isinstance(value, Mapping) else type(value)
+                     for name, value in values)
 
 
 class Kept:
@@ -69,7 +57,7 @@ class Kept:
     removed. If the block is called once for each sample, all of these are of one `sample`.
     """
 
-    def __init__(self, run: Any, block: RouteBlock, arguments: dict, x: Tensor, ids: Tensor):
+    def __init__(self, run: Any, block: RouteBlock, arguments: dict[Any, Any], x: Tensor, ids: Tensor):
         self.run, self.block, self.arguments, self.x, self.ids = run, block, arguments, x, ids
         self.is_trial, self.sample, self.network = False, None, run.routing.network
         self.has_all = block.starts or block.spec.rejoins       # the tokens are not reduced yet
@@ -100,7 +88,7 @@ class Kept:
         """Returns where in ascending order the tokens of the stream are (B, length - num_routed)."""
         return self.places().argsort(dim=1).argsort(dim=1)
 
-    def call(self, function: Callable, per_sample: bool | None = None) -> tuple[Any, dict]:
+    def call(self, function: Callable[..., Any], per_sample: bool | None = None) -> tuple[Any, dict[Any, Any]]:
         """Calls a function of the block's arguments by name with what is kept; returns its output, and with what.
 
         If it is called once for each sample, returns the joined outputs and {}.
@@ -134,7 +122,7 @@ class Kept:
             return self.run.routing.router.start_route(x, self.places())
         return gathered(x, self.order(), 1) if self.is_trial else x
 
-    def take(self) -> dict:
+    def take(self) -> dict[Any, Any]:
         """Returns the block's arguments, with its tokens and those along them reduced to the kept tokens."""
         block, taken = self.block, dict(self.arguments)
         taken[block.tokens] = [self.tokens()] if isinstance(taken[block.tokens], list) else self.tokens()
@@ -190,7 +178,7 @@ def gathered(value: Tensor, index: Tensor, axis: int) -> Tensor:
     return value.expand(len(index), *value.shape[1:]).gather(axis, index)
 
 
-def joined(outs: list) -> Any:
+def joined(outs: list[Any]) -> Any:
     """Joins the outputs of single samples along the batch axis."""
     if len(outs) == 1:
         return outs[0]

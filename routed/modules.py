@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from routed.sealed import unsealed
 
+OWN = frozenset(vars(nn.Module()))      # attributes that all modules have
+
 
 def backward_id() -> int:
     """Returns the number of the backward that this thread is in, or -1. torch has no public name for it."""
@@ -50,13 +52,13 @@ BACKWARD = Backward()
 class Entry:
     """What a routed module holds: its block and its open routing, or None while only a backward may still come."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.routing: Any = None
         self.block: Any = None              # None: the network itself
         self.holders = 0
         self.sealing: Any = None            # seals what the block returns before its hooks see it
 
-    def call(self, module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def call(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         routing = None if self.routing is None or self.routing.pauses else self.routing
         if torch.compiler.is_compiling():
             return forward(*args, **kwargs) if routing is None else routing.call(self.block, forward, args, kwargs)
@@ -70,8 +72,8 @@ class Entry:
                 x.register_hook(partial(BACKWARD.reach, False, -1))
         return output
 
-    def recompute(self, module: nn.Module, routing: Any, number: int, forward: Callable, args: tuple, kwargs: dict,
-                  ) -> Any:
+    def recompute(self, module: nn.Module, routing: Any, number: int, forward: Callable[..., Any], args: Any,
+                  kwargs: Any) -> Any:
         """Calls a block that a backward recomputes in the pass that it reached; a network leaves that to its blocks."""
         run, depth = BACKWARD.reached(number)
         block = run and run.routing.block_of.get(module)
@@ -109,14 +111,14 @@ class RoutedModule:
         output = super().forward(*unsealed(args), **{name: unsealed(value) for name, value in kwargs.items()})
         return output if entry.sealing is None else entry.sealing(output)
 
-    def __reduce_ex__(self, protocol: int) -> tuple:
+    def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:
         if self._routed is not None and self._routed.routing is not None:
             raise ValueError(f"{type(self).__name__} cannot be pickled or saved inside routed(): save its "
                              f"state_dict(), or save it after the `with` block.")
         _, _, state, *rest = super().__reduce_ex__(protocol)
         return own_class(self).__new__, (own_class(self),), without_entry(state), *rest
 
-    def __deepcopy__(self, memo: dict) -> nn.Module:
+    def __deepcopy__(self, memo: dict[Any, Any]) -> nn.Module:
         """Returns a copy that is not routed, with weights of its own."""
         is_ours = own_class(self) is not type(self)             # a parametrized module has no state to reduce
         state = super().__reduce_ex__(4)[2] if is_ours else vars(self)

@@ -21,7 +21,7 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     return function(value)
 
 
-def leaves(value: Any) -> list:
+def leaves(value: Any) -> list[Any]:
     """Lists all values inside of tuples, lists, dicts and dataclasses."""
     if isinstance(value, Mapping | tuple | list):
         return [leaf for part in (value.values() if isinstance(value, Mapping) else value) for leaf in leaves(part)]

@@ -34,10 +34,10 @@ class Blocks:
     def modules_of(self, network: nn.Module, given: Any = None) -> list[nn.Module]:
         """Lists the blocks in a module or at this path; raises ValueError if the network has none there."""
         try:
-            blocks = given if isinstance(given, nn.Module) else network.get_submodule(self.path)
+            blocks: Any = given if isinstance(given, nn.Module) else network.get_submodule(self.path)
         except AttributeError:
             blocks = None
-        blocks = list(blocks.values()) if isinstance(blocks, nn.ModuleDict) else blocks
+        blocks = [*blocks.values()] if isinstance(blocks, nn.ModuleDict) else blocks
         if not isinstance(blocks, list | nn.ModuleList | nn.Sequential):
             raise ValueError(f"{type(network).__name__} has no {self.path} with several blocks. Lists of blocks in it: "
                              f"{lists_of_blocks(network)}.")
@@ -55,8 +55,8 @@ class Family:
     """
 
     lists: tuple[Blocks, ...]
-    front: Callable[[nn.Module, dict], Any] | None = None
-    free: Callable[[nn.Module, dict], int] | None = None
+    front: Callable[[nn.Module, dict[Any, Any]], Any] | None = None
+    free: Callable[[nn.Module, dict[Any, Any]], int] | None = None
     text_last: bool = False
 
 
@@ -76,9 +76,9 @@ def pairs(mask: Tensor, kept: Any) -> Tensor:
     return mask.flatten(0, 1) if is_folded else mask
 
 
-def by_place(axis: int) -> Callable:
+def by_place(axis: int) -> Callable[..., Any]:
     """Wraps a module or function that rotates tokens by position: it receives all tokens, with 0 for routed ones."""
-    def for_kept(rotate: Callable, kept: Any) -> Callable:
+    def for_kept(rotate: Callable[..., Any], kept: Any) -> Callable[..., Any]:
         def rotated(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             length = x.shape[axis] + kept.num_routed      # of the stream, or of the image in it
             shape, places = [1] * x.ndim, kept.places(length)
@@ -96,7 +96,7 @@ def argument_names(module: nn.Module) -> tuple[str, ...]:
 
 
 @cache
-def names_of(kind: type) -> tuple[tuple[str, ...], bool]:
+def names_of(kind: Any) -> tuple[tuple[str, ...], bool]:
     """Returns the argument names of a class of modules, and whether its forward accepts any keyword."""
     takes_any = "**" in str(inspect.signature(kind.forward))
     for forward in (getattr(kind, name, None) for name in ("forward", "_forward")):
@@ -110,7 +110,7 @@ def names_of(kind: type) -> tuple[tuple[str, ...], bool]:
 
 
 @cache
-def defaults_of(kind: type) -> dict[str, Any]:
+def defaults_of(kind: Any) -> dict[str, Any]:
     """Returns the default values of the arguments of a class of modules."""
     parts = inspect.signature(kind.forward).parameters.values()
     return {part.name: part.default for part in parts if part.default is not part.empty}
@@ -146,8 +146,6 @@ def lists_of_blocks(network: nn.Module) -> str:
 
 def network_of(model: nn.Module) -> nn.Module:
     """Returns the network inside the wrappers of compile, DDP and PEFT."""
-    if isinstance(model, nn.DataParallel):
-        raise ValueError("DataParallel calls several copies of a network at once; use DistributedDataParallel.")
     if any(type(part).__name__ == "FullyShardedDataParallel" for part in model.modules()):
         raise ValueError("FSDP1 (FullyShardedDataParallel) hides a network's blocks in wrappers; shard it with FSDP2, "
                          "torch.distributed.fsdp.fully_shard.")

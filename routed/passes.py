@@ -14,7 +14,6 @@ from routed.kept import Kept, RouteBlock, replaced, tokens_in
 from routed.modules import BACKWARD, is_compiled_in_place
 from routed.nested import PLAIN_VALUES, leaves, mapped, only_element
 from routed.sealed import Sealed, seal, unsealed
-from routed.trial import Trials, candidates, offer
 
 
 class Pass:
@@ -31,10 +30,9 @@ class Pass:
         self.is_compiled = torch.compiler.is_compiling()
         self.seals = routing.options.probe and not self.is_compiled
         # By number of route. In a `Kept`, which refers to this pass, tensors would wait for the garbage collector.
-        self.ids_keep: list[Tensor | None] = [None] * len(routing.routes)
-        self.before_route: dict[int, Tensor | None] = {}        # all tokens at a route's start
+        self.ids_keep: list[Any] = [None] * len(routing.routes)
+        self.before_route: dict[int, Any] = {}        # all tokens at a route's start
         self.returned: tuple[Any, Any] = None, None             # the latest block, and its tokens
-        self.inputs: set = set()                                # of the graph: the tokens that blocks received
         self.text = 0                       # tokens of text that has its own stream in some blocks
         family, network, mask = routing.family, routing.network, routing.options.keep_mask
         for name in () if routing.is_described else families.PAST_A_ROUTE:
@@ -42,25 +40,13 @@ class Pass:
                 raise ValueError(f"{name} gives blocks inside a route values for all tokens, so the network cannot be "
                                  f"routed: call it without {name}, or without routed().")
         self.batch = samples_in([*map(arguments.get, routing.arguments), *arguments.values()])
-        try:
-            self.front = family.front(network, arguments) if family.front else routing.options.keep or 0     # or (B,)
-            self.free = family.free(network, arguments) if family.free else 0
-        except KeyError as name:
-            if arguments:
-                raise
-            raise ValueError(f"The blocks of {type(network).__name__} are called from outside its forward, so its "
-                             f"{name}, by which tokens are counted, is not known: count them by front= or free= of "
-                             f"your own family=.") from None
+        self.front = family.front(network, arguments) if family.front else routing.options.keep or 0     # or (B,)
+        self.free = family.free(network, arguments) if family.free else 0
         self.keep_mask = mask(arguments) if callable(mask) else mask        # (B, free) bool: these are kept
-
-    @property
-    def trials(self) -> Trials | None:
-        """Tries the blocks of this pass; None in compiled code and while a block is recomputed."""
-        return None if torch.compiler.is_compiling() or self.recomputes else self.routing.tries
 
     def end(self) -> None:
         """Frees the tokens of a pass that is over or broke off, whose graph would hold them for ever."""
-        self.returned, self.inputs, ends = (None, None), set(), [route.end_layer_idx for route in self.routing.routes]
+        self.returned, ends = (None, None), [route.end_layer_idx for route in self.routing.routes]
         self.before_route = {r: x for r, x in self.before_route.items() if ends[r] <= self.last}
 
     def advance(self, block: int) -> None:
@@ -83,7 +69,7 @@ class Pass:
                 self.routing.wait_for(self)
                 value.register_hook(partial(BACKWARD.reach, self, depth))
 
-    def recompute(self, block: RouteBlock, forward: Callable, args: tuple, kwargs: dict) -> Any:
+    def recompute(self, block: RouteBlock, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls a block again in a backward, with the kept tokens of this pass."""
         try:
             self.recomputes = True
@@ -91,7 +77,7 @@ class Pass:
         finally:
             self.recomputes = False
 
-    def call(self, block: RouteBlock, forward: Callable, args: tuple, kwargs: dict) -> Any:
+    def call(self, block: RouteBlock, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls a block, on a route only with the kept tokens; at the end of a route, returns all tokens."""
         self.is_compiled |= torch.compiler.is_compiling()       # perhaps by a compiled forward alone
         arguments = {block.name_of(i): value for i, value in enumerate(args)} | kwargs
@@ -108,8 +94,9 @@ class Pass:
             x = tokens_in(output, block)
         else:
             by_name = self.by_name(block, forward, args, kwargs)
-            kept = self.enter(block, arguments, x, by_name)
-            failure = self.trials.try_block(kept, by_name) if self.trials else ""
+            kept = self.enter(block, arguments, x)
+            tries = None if torch.compiler.is_compiling() or self.recomputes else self.routing.tries
+            failure = tries.try_block(kept, by_name) if tries else ""
             try:
                 output, taken = kept.call(by_name)
             except (RuntimeError, IndexError, TypeError, AssertionError) as error:
@@ -123,16 +110,17 @@ class Pass:
             self.returned = block, x
         self.mark(output, block.index)
         is_inside = block.route is not None and not block.ends and not block.spec.rejoins
-        return self.sealed(block, output) if is_inside and self.seals and self.routing.is_like_next(block) else output
+        is_sealed = is_inside and self.seals and self.routing.blocks[block.index + 1].spec is block.spec
+        return self.sealed(block, output) if is_sealed else output
 
-    def by_name(self, block: RouteBlock, forward: Callable, args: tuple, kwargs: dict) -> Callable:
+    def by_name(self, block: RouteBlock, forward: Callable[..., Any], args: Any, kwargs: Any) -> Callable[..., Any]:
         """Returns a function that calls a block, or another function of its arguments, with arguments by name.
 
         The block's hooks see its kept tokens sealed.
         """
         hides = self.seals and not is_compiled_in_place(block.module) and "forward" not in vars(block.module)
 
-        def call(arguments: dict, function: Callable = forward) -> Any:
+        def call(arguments: dict[Any, Any], function: Callable[..., Any] = forward) -> Any:
             if hides:
                 arguments = arguments | {block.tokens: mapped(
                     lambda x: seal(x, self, block) if type(x) is Tensor else x, arguments[block.tokens])}
@@ -163,46 +151,32 @@ class Pass:
 
     def compare(self, block: RouteBlock, x: Any, given: Any) -> None:
         """Raises ValueError for tokens that change between two blocks of a route, or by a skip around one."""
-        is_eager = not torch.compiler.is_compiling()
         (before, returned), self.returned = self.returned, (None, None)
-        earlier = self.inputs
-        if is_eager:
-            self.inputs = earlier | nodes_of(x)
         is_next = isinstance(given, Sealed) and given.after is before and x.requires_grad == returned.requires_grad
         if before is None or x is returned or is_next or before.spec is not block.spec or block.spec.rejoins \
                 or before.route is block.route is None or not self.routing.options.probe:
             return
-        if before.route is not block.route:     # tokens may change where a route begins or ends, if nothing leads past
-            if not is_eager or not isinstance(x, Tensor):
-                return
-            borders = self.routing.tries.tried.borders
-            if (leads := leads_past(x, returned, earlier)) is False:
-                borders.add(before.index)
-            if leads is False or leads is None and (
-                    before.index in borders or x.is_meta or x.shape == returned.shape
-                    and torch.equal(x, returned.to(x))):
-                return
+        if before.route is not block.route and isinstance(x, Tensor) and (     # a copy may be made there
+                torch.compiler.is_compiling() or x.is_meta or x.shape == returned.shape
+                and torch.equal(x, returned.to(x))):        # on a GPU this waits
+            return
         raise ValueError(f"Between blocks {before.index} and {block.index} of {block.spec.path} the network changes "
                          f"the tokens: a residual or skip outside of the blocks would miss the routed tokens. Name "
                          f"blocks that contain it, or set probe=False if it treats each token alone.")
 
-    def enter(self, block: RouteBlock, arguments: dict, x: Any, by_name: Callable) -> Kept:
+    def enter(self, block: RouteBlock, arguments: dict[Any, Any], x: Any) -> Kept:
         """Returns what a block on a route gets; its tokens are sampled before the first block of the route."""
-        if not isinstance(x, Tensor) or x.is_nested or x.ndim != 3:
+        if not isinstance(x, Tensor) or x.is_nested or x.ndim != 3 or self.batch not in (None, len(x)):
             what = (type(x).__name__ if not isinstance(x, Tensor) else
                     "a nested tensor (set enable_nested_tensor=False)" if x.is_nested else tuple(x.shape))
-            raise ValueError(f"{block}: {block.tokens} is {what}, but tokens (B, N, D) are routed: name their "
-                             f"argument by family=Family((Blocks(path, tokens=),)).")
-        if self.batch is not None and len(x) != self.batch:
-            what = ("tokens that come first (N, B, D) must be transposed before the blocks" if x.shape[1] == self.batch
-                    else "tokens that are folded into the batch would be routed apart from each other")
-            raise ValueError(f"{block} gets {tuple(x.shape)}, which is not (B, N, D) for the {self.batch} samples of "
-                             f"the network's first argument: {what}.")
+            raise ValueError(f"{block}: {block.tokens} is {what}, but tokens (B, N, D) of {self.batch or 'B'} samples "
+                             f"are routed: transpose tokens (N, B, D) before the blocks, fold none into the batch, and "
+                             f"name their argument by family=Family((Blocks(path, tokens=),)).")
         if block.starts:
             self.sample_mask(block, x)
         kept = Kept(self, block, arguments, x, self.ids_keep[block.r])
         if not self.recomputes:
-            self.check_named(kept, by_name)
+            self.check_named(kept)
         return kept
 
     def sample_mask(self, block: RouteBlock, x: Tensor) -> None:
@@ -222,28 +196,16 @@ class Pass:
             noise = noise[:, block.r]
         if routing.router.selection == "grid":
             routing.router.check(routing.routes, math.sqrt(self.free))
-        ratio, noise = self.forced(block, x, noise)
+        ratio, mask = block.route.selection_ratio, self.keep_mask
+        if routing.options.keep_mask is not None:
+            must_be("keep_mask", mask, torch.bool, (batch, self.free), "samples, and tokens that may be routed")
+            if routing.options.grow:        # on a GPU this waits
+                most = max(self.free - int(self.free * ratio), int(mask.sum(dim=1).max()))
+                ratio = Fraction(self.free - most, self.free)
         places = self.places(self.before(block) if block.joined else 0, x.device).expand(batch, -1)
-        ids = routing.router.get_mask(routing.router.start_route(x.detach(), places), ratio, noise)
+        ids = routing.router.get_mask(routing.router.start_route(x.detach(), places), ratio, noise, mask)
         if self.ids_keep[block.r] is None:      # a recomputation samples only to repeat all operations
             self.ids_keep[block.r], self.before_route[block.r] = ids, x
-
-    def forced(self, block: RouteBlock, x: Tensor, noise: Tensor | None) -> tuple[float | Fraction, Tensor | None]:
-        """Returns the ratio and the noise that keep the tokens of keep_mask; with grow, too many lower the ratio."""
-        mask, ratio, options = self.keep_mask, block.route.selection_ratio, self.routing.options
-        if options.keep_mask is None:
-            return ratio, noise
-        must_be("keep_mask", mask, torch.bool, (len(x), self.free), "samples, and tokens that may be routed")
-        stay, most = self.free - int(self.free * ratio), mask.sum(dim=1).max()
-        if options.grow:                    # on a GPU this waits
-            ratio = Fraction(self.free - max(stay, int(most)), self.free)
-        elif torch.compiler.is_compiling():     # a compiled assertion does not wait
-            assert most <= stay, "keep_mask keeps more tokens than are kept: lower the ratio, or set grow=True."
-        elif mask.device.type == "cpu" and most > stay:     # on a GPU the surplus is routed, as in Router.get_mask
-            raise ValueError(f"keep_mask keeps more tokens than the {stay} of {self.free} that are kept at selection "
-                             f"ratio {ratio}: lower the ratio, keep fewer, or set grow=True.")
-        noise = torch.rand(mask.shape, device=x.device, dtype=torch.float32) if noise is None else noise
-        return ratio, self.routing.router.keep(noise, mask.to(x.device, non_blocking=True))
 
     def before(self, block: RouteBlock) -> int:
         """Counts the text in front of a block's tokens, in its complete sequence."""
@@ -256,31 +218,26 @@ class Pass:
         first = first[:, None] if isinstance(first, Tensor) else first
         return first + torch.arange(self.free, device=device)[None]
 
-    def check_named(self, kept: Kept, by_name: Callable) -> None:
+    def check_named(self, kept: Kept) -> None:
         """Raises ValueError for an unnamed value as long as the tokens, as a block might cut it to its own length.
 
         In known networks only dicts and masks of all pairs of tokens are refused.
         """
         block = kept.block
-        unnamed: dict[str | int, list] = {}
         for name, value in kept.arguments.items():
             if name in block.along or name in (block.tokens, block.text):
                 continue
             if isinstance(value, Mapping) and not all(isinstance(part, PLAIN_VALUES) for part in leaves(value)):
                 raise ValueError(f"{block}: {name} holds {sorted(map(str, value))}, which may have values per token: "
                                  f"call the network without it, or name it in along=.")
-            axes = candidates(kept, value)
-            if axes and (self.routing.is_described or families.pairs in axes):
-                unnamed[name] = axes
-        if unnamed:
-            parts = {name: [part for part in leaves(kept.arguments[name]) if candidates(kept, part)][0]
-                     for name in unnamed}
-            what = ", ".join(f"{name} is {tuple(part.shape) if isinstance(part, Tensor) else part}"
-                             for name, part in parts.items())
-            raise ValueError(f"{block}: {what}, as long as the tokens: "
-                             f"{offer(kept, by_name, unnamed, self.trials is not None and not self.trials.ordered)}")
+            for part in leaves(value):
+                if is_as_long(part, kept, pairs_alone=not self.routing.is_described):
+                    raise ValueError(
+                        f"{block}: {name} is {tuple(part.shape) if isinstance(part, Tensor) else part}, as long as "
+                        f"the tokens: add {name!r} to along= with its token axis, pairs (a mask of all pairs of "
+                        f"tokens), fewer (a number of tokens), or None if it has no value per token.")
 
-    def leave(self, kept: Kept, output: Any, taken: dict) -> tuple[Any, Tensor]:
+    def leave(self, kept: Kept, output: Any, taken: dict[Any, Any]) -> tuple[Any, Tensor]:
         """Returns the output of a block and the tokens in it; at a route's end, all tokens."""
         block, x = kept.block, tokens_in(output, kept.block)
         size = len(kept.x), kept.length - kept.num_routed, kept.x.shape[2]
@@ -301,7 +258,7 @@ class Pass:
         return output, x
 
 
-def samples_in(values: list) -> int | None:
+def samples_in(values: list[Any]) -> int | None:
     """Counts the samples of the first argument that has some: a tensor, a list of images, or a dict of such."""
     for value in values:
         if isinstance(value, Mapping) and (count := samples_in([*value.values()])) is not None:
@@ -311,24 +268,18 @@ def samples_in(values: list) -> int | None:
     return None
 
 
-def nodes_of(x: Any) -> set:
-    """Returns the node of the graph that tokens come from, if they need a gradient."""
-    return {torch.autograd.graph.get_gradient_edge(x).node} if isinstance(x, Tensor) and x.requires_grad else set()
+def is_as_long(part: Any, kept: Kept, pairs_alone: bool) -> bool:
+    """True for a number, a mask or a table that is as long as the tokens; the last axis of a table has channels."""
+    def is_long(size: int) -> bool:         # a set, or `in`, would make sizes constants in a compiled graph
+        return any(size == length for length in (kept.run.free, kept.length, kept.length - kept.num_routed))
 
-
-def leads_past(x: Tensor, returned: Tensor, earlier: set) -> bool | None:
-    """True if x depends on earlier tokens otherwise than through those returned; None if no graph tells."""
-    if not x.requires_grad or not returned.requires_grad or not earlier:
-        return None
-    seen, ahead = nodes_of(returned), list(nodes_of(x))
-    while ahead:
-        node = ahead.pop()
-        if node in earlier and node not in seen:
-            return True
-        if node not in seen:
-            seen.add(node)
-            ahead += [behind for behind, _ in node.next_functions if behind is not None]
-    return False
+    if not isinstance(part, Tensor):
+        return type(part) is int and not pairs_alone and part in (kept.run.free, kept.length)
+    if part.ndim > 1 and part.shape[-1] == part.shape[-2] and is_long(part.shape[-1]):
+        return True
+    has_batch = part.ndim > 1 and len(part) == len(kept.ids)
+    is_mask = has_batch and part.ndim == 2 and part.shape[1] != kept.x.shape[2]        # (B, N)
+    return not pairs_alone and any(map(is_long, part.shape[has_batch:part.ndim - (not is_mask)]))
 
 
 def must_be(name: str, value: Any, dtype: torch.dtype, shape: tuple[int, ...], axes: str) -> None:

@@ -4,7 +4,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,44 +18,8 @@ from routed.nested import leaves
 from routed.networks import Blocks, Family, argument_names, defaults_of, names_of, network_of, owner_of
 from routed.passes import Pass
 from routed.sealed import Sealed
-from routed.trial import TRIED, Trial, Trials, Tried, on_copies
+from routed.trial import TRIED, Trial, Trials, on_copies
 from routing_module import Route, Router, resolve_routes
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a network is routed, besides its routes: the keywords of `routed`."""
-
-    blocks: str | nn.Module | None
-    along: Mapping[str | int, Any] | None
-    keep: int | None
-    mask_noise: Tensor | None
-    keep_mask: Tensor | Callable[..., Tensor] | None
-    grow: bool
-    router: Router | None
-    family: Family | None
-    probe: bool
-    ordered: bool
-
-    def describe(self, network: nn.Module) -> Family:
-        """Returns the description of a network: the user's, or the known one as along= and keep= correct it."""
-        if self.family is not None and (self.blocks, self.along, self.keep) != (None, None, None):
-            raise ValueError("blocks=, along= and keep= describe a network, as family= does: leave them out.")
-        if not isinstance(self.keep, int | None) or (self.keep or 0) < 0:
-            raise ValueError(f"keep={self.keep!r} must be a number of leading tokens: use keep_mask= for others.")
-        if (name := owner_of(network).__name__) in families.REFUSED:
-            raise ValueError(f"{name} cannot be routed exactly: {families.REFUSED[name]}.")
-        if self.family is not None:
-            return self.family
-        along = dict(self.along or {})
-        if self.blocks is not None:
-            return Family((Blocks(self.blocks if isinstance(self.blocks, str) else "blocks=", along),))
-        family = families.family_of(network)
-        if self.keep is not None and (family.front or family.free or any(spec.text is not None
-                                                                         for spec in family.lists)):
-            raise ValueError(f"keep= does not apply: in {type(network).__name__}, which is known, the tokens that "
-                             f"are never routed are counted. Use keep_mask= for others.")
-        return replace(family, lists=tuple(replace(spec, along={**spec.along, **along}) for spec in family.lists))
 
 
 class Routing:
@@ -65,9 +30,9 @@ class Routing:
     this network, after the `with` block.
     """
 
-    def __init__(self, network: nn.Module, routes: list[Any], options: Options):
-        self.network, self.options = network, options
-        self.family = options.describe(network)
+    def __init__(self, network: nn.Module, routes: list[Any], options: Any):
+        self.network, self.options = network, options           # the keywords of `routed`
+        self.family = described(network, options)
         self.is_described = options.family is not None or options.blocks is not None    # by the user
         self.blocks = self.list_blocks()
         self.block_of = {block.module: block for block in self.blocks}
@@ -80,7 +45,7 @@ class Routing:
             raise ValueError("This network fuses its own route: call it with routes=net.routes instead.")
         self.router = options.router or (router if isinstance(router, Router) else Router())
         self.arguments, self.defaults = argument_names(network), defaults_of(plain_class(network))
-        self.tries = Trials(TRIED.setdefault(network, Tried()), options.ordered) if options.probe else None
+        self.tries = TRIED.setdefault(network, Trials()) if options.probe and not options.ordered else None
         self.ids_keep: list[Tensor | None] = [None] * len(self.routes)
         self.trials: list[Trial] = []
         self.modules = {network: None} | self.block_of
@@ -103,7 +68,7 @@ class Routing:
             raise ValueError(f"along= names {unknown[0]!r}; besides tokens the blocks take {sorted(names)}.")
         return blocks
 
-    def put_on_blocks(self, routes: list[Any]) -> list[Route]:
+    def put_on_blocks(self, routes: list[Any]) -> tuple[Route, ...]:
         """Puts the blocks on their routes, whose numbers it resolves and sorts; raises ValueError if it cannot."""
         if others := [route for route in routes if not isinstance(route, Route)]:
             raise ValueError(f"{others[0]!r} is not a route: write Route(start_layer_idx, end_layer_idx, "
@@ -115,17 +80,15 @@ class Routing:
                                  f"x_D_last, return_from and path_drop.")
             if route.selection_ratio > 0:
                 for block in self.blocks[route.start_layer_idx:route.end_layer_idx + 1]:
-                    block.put_on(route, r, may_convolve=self.options.ordered or not self.options.probe)
+                    block.r, block.route = r, route
+                    block.starts, block.ends = block.index == route.start_layer_idx, block.index == route.end_layer_idx
         return resolved
-
-    def is_like_next(self, block: RouteBlock) -> bool:
-        return self.blocks[block.index + 1].spec is block.spec
 
     def close(self) -> None:
         """Ends the routing; a backward that comes later still finds the passes whose graphs live."""
         latest, self.active = self.latest, None
         self.end()
-        self.trials = [row for row in self.tries.tried.rows.values() if isinstance(row, Trial)] if self.tries else []
+        self.trials = [row for row in self.tries.rows.values() if isinstance(row, Trial)] if self.tries else []
         for module in self.modules:
             if module._routed.routing is self:
                 module._routed.routing = None
@@ -147,7 +110,7 @@ class Routing:
             for module in self.modules:
                 uninstall(module)
 
-    def call(self, block: RouteBlock | None, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def call(self, block: RouteBlock | None, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls the network (None) or a block of it in a forward pass; the network or block 0 begins the pass."""
         if block is None:
             return self.call_network(forward, args, kwargs)
@@ -167,7 +130,7 @@ class Routing:
             run.end()
         return output
 
-    def call_network(self, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def call_network(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.active is not None and not self.active.without_network:     # its forward, inside of its call
             return forward(*args, **kwargs)
         arguments = dict(zip(self.arguments or range(len(args)), args, strict=False)) | kwargs
@@ -186,7 +149,7 @@ class Routing:
             run.mark(output, len(self.blocks))
         return output
 
-    def try_uncompiled(self, module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> None:
+    def try_uncompiled(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         """Runs a compiled network once uncompiled and without gradients, before its first call, to try its blocks."""
         if self.tries is None or self.active is not None or self.pauses or self.tries.has_verdict \
                 or threading.get_ident() != self.thread or module is self.network and not is_compiled_in_place(module):
@@ -207,18 +170,33 @@ class Routing:
         self.latest = None
 
 
+def described(network: nn.Module, options: Any) -> Any:
+    """Returns the description of a network: the user's, or the known one as along= and keep= correct it."""
+    if options.family is not None and (options.blocks, options.along, options.keep) != (None, None, None):
+        raise ValueError("blocks=, along= and keep= describe a network, as family= does: leave them out.")
+    if not isinstance(options.keep, int | None) or (options.keep or 0) < 0:
+        raise ValueError(f"keep={options.keep!r} must be a number of leading tokens: use keep_mask= for others.")
+    if (name := owner_of(network).__name__) in families.REFUSED:
+        raise ValueError(f"{name} cannot be routed exactly: {families.REFUSED[name]}.")
+    if options.family is not None:
+        return options.family
+    along = dict(options.along or {})
+    if options.blocks is not None:
+        return Family((Blocks(options.blocks if isinstance(options.blocks, str) else "blocks=", along),))
+    family = families.family_of(network)
+    if options.keep is not None and (family.front or family.free or any(spec.text is not None
+                                                                        for spec in family.lists)):
+        raise ValueError(f"keep= does not apply: {type(network).__name__} is known, and its tokens that are never "
+                         f"routed are counted. Use keep_mask= for others.")
+    return replace(family, lists=tuple(replace(spec, along={**spec.along, **along}) for spec in family.lists))
+
+
 def needs_gradient(what: str) -> None:
     """Raises ValueError where gradients are off although the input needs them."""
     if not torch.is_grad_enabled():
         raise ValueError(f"{what} runs without the gradient that its input needs, as in a reentrant checkpoint or one "
                          f"that offloads activations: use torch's checkpoint with use_reentrant=False, or detach the "
                          f"input.")
-
-
-def compiled_wrapper(model: nn.Module, network: nn.Module) -> nn.Module | None:
-    """Returns the module of torch.compile that a model calls its network by."""
-    wrappers = [part for part in model.modules() if getattr(part, "_orig_mod", None) is not None]
-    return wrappers[0] if wrappers and network in wrappers[0].modules() else None
 
 
 @contextmanager
@@ -249,7 +227,8 @@ def routed(
     be routed exactly, for a pass that does not reach the blocks, and on exit if there was no pass.
     """
     network = network_of(model)
-    options = Options(blocks, along, keep, mask_noise, keep_mask, grow, router, family, probe, ordered)
+    options = SimpleNamespace(blocks=blocks, along=along, keep=keep, mask_noise=mask_noise, keep_mask=keep_mask,
+                              grow=grow, router=router, family=family, probe=probe, ordered=ordered)
     routing = Routing(network, [routes] if isinstance(routes, Route) else list(routes), options)
     other = getattr(getattr(network, "_routed", None), "routing", None)
     if not any(block.route for block in routing.blocks):     # dense: uses what was compiled without a route
@@ -265,9 +244,10 @@ def routed(
                          f"dense pass inside of it.")
     for module, block in routing.modules.items():
         install(module, routing, block)
-    wrapper = compiled_wrapper(model, network)
-    may_try = wrapper is not None and routing.tries is not None and not routing.tries.has_verdict
-    hook = wrapper.register_forward_pre_hook(routing.try_uncompiled, with_kwargs=True) if may_try else None
+    wrappers = [part for part in model.modules() if hasattr(part, "_orig_mod") and network in part.modules()]
+    hook = None
+    if wrappers and routing.tries and not routing.tries.has_verdict:
+        hook = wrappers[0].register_forward_pre_hook(routing.try_uncompiled, with_kwargs=True)
     try:
         yield routing
         if routing.latest is None:

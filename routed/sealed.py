@@ -25,7 +25,7 @@ class Sealed(Tensor):
     after: Any
 
     @classmethod
-    def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")
         sealed = next(part for part in (*leaves(args), *leaves(kwargs)) if isinstance(part, Sealed))
         is_write = name in WRITES or name.endswith("_") and not name.endswith("__") or "out" in kwargs

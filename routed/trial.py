@@ -7,7 +7,6 @@ autocast or context of the caller reaches.
 import copy
 import math
 import random
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -21,18 +20,15 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from routed.kept import tokens_in
-from routed.modules import is_compiled_in_place, plain_class
-from routed.nested import PLAIN_VALUES, leaves, mapped
-from routed.networks import fewer, pairs
+from routed.modules import OWN, is_compiled_in_place, plain_class
+from routed.nested import leaves, mapped
 
-TRIED: WeakKeyDictionary = WeakKeyDictionary()      # network -> what has been tried in it
+TRIED: WeakKeyDictionary[nn.Module, "Trials"] = WeakKeyDictionary()     # what has been tried in a network
 TOLERANCE = 2e-4        # in float32, where 60 networks deviate by 1e-5 at most
 PATIENCE = 3            # passes without a verdict, after which a block is trusted
-OWN = frozenset(vars(nn.Module()))                  # attributes that all modules have
 RANDOM, ORDER = "it draws random numbers of its own", "depends on where its tokens are: in another order "
 HALF = torch.bfloat16, torch.float16
 
@@ -48,50 +44,34 @@ class Trial:
 
 
 @dataclass
-class Tried:
-    """What has been tried in a network, in all of its `with` blocks."""
-
-    rows: dict[tuple, Trial | int | None] = field(default_factory=dict)     # or passes without a verdict; None: trusted
-    sizes: dict[tuple, tuple] = field(default_factory=dict)                 # the largest of its arguments
-    borders: set[int] = field(default_factory=set)      # blocks whose tokens may change where a route begins or ends
-    warned: bool = False
-
-
 class Trials:
-    """Tries the blocks of one network, each once for a kind of arguments, and lists the results.
+    """Tries the blocks of a network, each once for a kind of arguments in all `with` blocks, and lists the results."""
 
-    `ordered` blocks depend on the order of their tokens (causal attention, scans), which routing preserves.
-    """
-
-    def __init__(self, tried: Tried, ordered: bool = False):
-        self.tried, self.ordered = tried, ordered
-        self.settings: dict[int, tuple] = {}            # of the modules of each block, in this `with`
+    rows: dict[tuple[Any, ...], Trial | int | None] = field(default_factory=dict)   # int: passes without a verdict
+    sizes: dict[tuple[Any, ...], tuple[int, ...]] = field(default_factory=dict)     # the largest of its arguments
+    warned: bool = False
 
     @property
     def has_verdict(self) -> bool:
-        return self.ordered or any(not isinstance(row, int) for row in self.tried.rows.values())
+        return any(not isinstance(row, int) for row in self.rows.values())
 
-    def kind_of(self, kept: Any) -> tuple[tuple, tuple]:
+    def kind_of(self, kept: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Returns what a block's behaviour may depend on, besides values of tensors, and the sizes of its arguments."""
         block, values = kept.block, [*kept.arguments.items()]
-        if block.index not in self.settings:
-            self.settings[block.index] = tuple(setting(part) for part in block.module.modules())
         axes = [(name, getattr(axis, "__qualname__", str(axis))) for name, axis in block.along.items()]
         kinds = [(name, *map(kind_of, leaves(value))) for name, value in values]
         tensors = [part for _, value in values for part in leaves(value) if isinstance(part, Tensor)]
         sizes = [size for part in tensors for size in part.shape]
-        return (block.index, len(kept.ids) > 1, self.settings[block.index], *axes, *kinds), tuple(sizes)
+        return (block.index, len(kept.ids) > 1, block.settings, *axes, *kinds), tuple(sizes)
 
-    def try_block(self, kept: Any, call: Callable) -> str:
+    def try_block(self, kept: Any, call: Callable[..., Any]) -> str:
         """Raises ValueError for a block whose output depends on more than its tokens and the arguments in `along`.
 
         `call` calls a function like the block's forward with arguments by name. Returns the cause if the trial failed,
         as the block may.
         """
-        if self.ordered:
-            return ""
-        block, (here, sizes), rows = kept.block, self.kind_of(kept), self.tried.rows
-        largest = self.tried.sizes.get(here, sizes)
+        block, (here, sizes), rows = kept.block, self.kind_of(kept), self.rows
+        largest = self.sizes.get(here, sizes)
         if here in rows and not isinstance(rows[here], int) and all(map(int.__le__, sizes, largest)):
             return ""
         row, reason, failed = in_thread(lambda: measure(kept, call), kept.ids.device)
@@ -102,15 +82,14 @@ class Trials:
             raise ValueError(f"{block} {reason} by {row.deviation:.2g} of what it adds (tolerance {row.tolerance:.1g}, "
                              f"{row.dtype}). Cause: {cause(kept)}. If it depends on their order alone (causal "
                              f"attention, scans), set ordered=True.")
-        rows[here], self.tried.sizes[here] = row, tuple(map(max, sizes, largest))
+        rows[here], self.sizes[here] = row, tuple(map(max, sizes, largest))
         return ""
 
-    def wait(self, here: tuple, block: Any, reason: str) -> None:
+    def wait(self, here: tuple[Any, ...], block: Any, reason: str) -> None:
         """Counts a pass without a verdict; after the last, warns once for the network."""
-        rows = self.tried.rows
-        passes = rows.get(here, 0)
-        rows[here] = passes + 1 if isinstance(passes, int) and passes + 1 < PATIENCE else None
-        if rows[here] is None:
+        passes = self.rows.get(here, 0)
+        self.rows[here] = passes + 1 if isinstance(passes, int) and passes + 1 < PATIENCE else None
+        if self.rows[here] is None:
             self.warn(f"{block} could not be tried in {PATIENCE} passes ({reason}), so whether it may be routed is not "
                       f"known. It is trusted from now on.")
 
@@ -120,15 +99,9 @@ class Trials:
                       f"Run one pass inside routed() before compiling, or pass routed() the compiled module.")
 
     def warn(self, message: str) -> None:
-        if not self.tried.warned:
-            self.tried.warned = True
+        if not self.warned:
+            self.warned = True
             warnings.warn(message, stacklevel=2)
-
-
-def setting(part: nn.Module) -> tuple:
-    """Returns what a module's attributes, such as an attention processor, say about how it computes."""
-    return tuple(value if isinstance(value, bool | str) else len(value) if name in OWN and isinstance(value, Mapping)
-                 else type(value) for name, value in vars(part).items() if name != "_routed")
 
 
 def kind_of(part: Any) -> Any:
@@ -140,81 +113,24 @@ def kind_of(part: Any) -> Any:
     return part if isinstance(part, bool | str | None) else type(part).__name__
 
 
-def candidates(kept: Any, value: Any) -> list:
-    """Lists what along= may say about an argument as long as the tokens; the last axis has channels."""
-    def is_long(size: int) -> bool:         # a set, or `in`, would make sizes constants in a compiled graph
-        return any(size == length for length in (kept.run.free, kept.length, kept.length - kept.num_routed))
-
-    found: list = []
-    for part in leaves(value):
-        if isinstance(part, int) and not isinstance(part, bool | Tensor) and part in (kept.run.free, kept.length):
-            found.append(fewer)
-        if not isinstance(part, Tensor) or part.ndim < 2:
-            continue
-        if part.shape[-1] == part.shape[-2] and is_long(part.shape[-1]):
-            found.append(pairs)
-        has_batch = len(part) in (1, len(kept.ids))
-        is_mask = part.ndim == 2 and len(part) == len(kept.ids) and part.shape[1] != kept.x.shape[2]    # (B, N)
-        for axis in range(part.ndim - (not is_mask)):
-            if is_long(part.shape[axis]) and (has_batch if axis else len(part) != len(kept.ids)):
-                found += [axis] if axis else [-part.ndim, 0]
-    return [axis for i, axis in enumerate(found) if axis not in found[:i]]
-
-
-def offer(kept: Any, call: Callable, unnamed: Mapping[Any, list], may_try: bool) -> str:
-    """Returns what to write about unnamed arguments as long as the tokens: what passes a trial, if any does."""
-    block, given, right = kept.block, dict(kept.run.routing.options.along or {}), []
-    before, choices = block.along, [[*axes, None] for axes in unnamed.values()]
-    # One of the tokens' own shape may be what the user wants to route, so no trial can tell.
-    may_try &= math.prod(map(len, choices)) <= 64 and not (kept.run.routing.is_described and any(
-        getattr(part, "shape", None) == kept.x.shape for name in unnamed for part in leaves(kept.arguments[name])))
-    for axes in product(*choices) if may_try else ():
-        block.name(before | dict(zip(unnamed, axes, strict=True)))
-        row, *_ = in_thread(lambda: measure(kept, call), kept.ids.device)
-        if row is not None and row.deviation <= row.tolerance:
-            right.append(axes)
-    block.name(before)
-
-    def said(axis: Any) -> str:
-        return getattr(axis, "__name__", str(axis))
-
-    def line(axes: Any) -> str:
-        named = (given | dict(zip(unnamed, axes, strict=True))).items()
-        return f"along={{{', '.join(f'{name!r}: {said(axis)}' for name, axis in named)}}}"
-
-    used = sorted({said(axis) for axes in right or choices for axis in axes if callable(axis)})
-    imports = f" (`from routed import {', '.join(used)}`)" if used else ""
-    if right:
-        return f"write {' or '.join(map(line, right))}{imports}, with which this block passes its trial."
-    named = "; ".join(f"{name!r}: {', '.join(map(said, axes))}" for name, axes in zip(unnamed, choices, strict=True))
-    return (f"name its axis in along= ({named}{imports}), where None says that it has no value per token"
-            + (f", but the block passes a trial with none of these. Cause: {cause(kept)}." if may_try else "."))
-
-
 def cause(kept: Any) -> str:
-    sizes, block = {kept.run.free, kept.length, kept.complete}, kept.block
-    others = [str(name) for name, value in kept.arguments.items() if block.along.get(name) is None
-              and name not in {block.tokens, block.text} and any(
-                  not sizes.isdisjoint(part.shape) if isinstance(part, Tensor) else
-                  not isinstance(part, PLAIN_VALUES) for part in leaves(value))]
-    tables = [str(name) for name, axis in block.along.items() if isinstance(axis, int | tuple)]
-    return "; or ".join(filter(None, (
-        others and f"the argument {', '.join(others)}, for which along= names no axis",
-        tables and f"{', '.join(tables)} along another axis, or read for one sample only",
-        not others and "positions inside the block or its hooks, such as its own rotary values, a convolution, windows "
-                       "or pooled keys")))
+    block = kept.block
+    others = [str(name) for name, value in kept.arguments.items() if value is not None
+              and block.along.get(name) is None and name not in (block.tokens, block.text)]
+    return ("positions inside the block or its hooks, such as its own rotary values, a convolution, windows or pooled "
+            "keys; tokens that come first (N, B, D), as without batch_first=True; or the axis of an argument in along="
+            + (f", which names none for {', '.join(others)}" if others else ""))
 
 
-def measure(kept: Any, call: Callable) -> tuple[Trial | None, str, bool]:
+def measure(kept: Any, call: Callable[..., Any]) -> tuple[Trial | None, str, bool]:
     """Returns the result of a trial and what it means, or None and why there is none; and whether the block failed."""
-    reasons = []
-    # What computes in one precision alone is tried in that; a single sample is repeated if the block allows. A block
-    # with noise of its own is tried in evaluation.
-    for dtype, copies, mode in product((torch.float32, None), (2, 1) if len(kept.ids) == 1 else (1,), (None, False)):
+    reasons: list[tuple[str, bool]] = []
+    # What computes in one precision alone is tried in that, and a block with noise of its own in evaluation.
+    for dtype, mode in product((torch.float32, None), (None, False)):
         if mode is False and not (reasons[-1] == (RANDOM, False) and kept.block.module.training):
             continue
         try:
-            row, reason = measured(kept, call, dtype, copies, mode)
+            row, reason = measured(kept, call, dtype, mode)
             failed = False
         except Exception as error:
             row, reason, failed = None, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", True
@@ -224,11 +140,10 @@ def measure(kept: Any, call: Callable) -> tuple[Trial | None, str, bool]:
     return None, reasons[0][0], reasons[-1][1]
 
 
-def measured(kept: Any, call: Callable, dtype: torch.dtype | None, copies: int, mode: bool | None,
+def measured(kept: Any, call: Callable[..., Any], dtype: torch.dtype | None, mode: bool | None,
              ) -> tuple[Trial | None, str]:
     """Compares the outputs of a block whose kept tokens are in their order, and in another."""
-    block, ids, module = kept.block, kept.ids.repeat(copies, 1), getattr(kept.block.module, "_orig_mod",
-                                                                         kept.block.module)
+    block, ids, module = kept.block, kept.ids, getattr(kept.block.module, "_orig_mod", kept.block.module)
     if any(p.is_meta for p in (kept.x, *module.parameters())):
         return None, "its weights are elsewhere"
     is_sharded = False
@@ -239,12 +154,12 @@ def measured(kept: Any, call: Callable, dtype: torch.dtype | None, copies: int, 
     generator = torch.Generator(ids.device).manual_seed(0)
     order = torch.rand(ids.shape, generator=generator, device=ids.device).argsort(dim=1)
     with undisturbed(module, ids.device, dtype, mode) as restart:
-        arguments = {name: prepared(value, generator, dtype, copies, name == block.tokens)
+        arguments = {name: prepared(value, generator, dtype, name == block.tokens)
                      for name, value in kept.arguments.items()}
         weights = opened_weights(module, generator, dtype)
         forward = module.forward if is_sharded or is_compiled_in_place(module) else module
 
-        def run(ids: Tensor, per_sample: bool | None = None, seed: int = 0) -> tuple[Any, Any, list]:
+        def run(ids: Tensor, per_sample: bool | None = None, seed: int = 0) -> tuple[Any, Any, list[Any]]:
             restart(seed)
             buffers = {name: cast(buffer.clone(), dtype) for name, buffer in named(module, "named_buffers")}
             turned = kept.but(ids=ids, arguments=copied(arguments), is_trial=True)
@@ -293,7 +208,7 @@ def largest_deviation(first: Any, second: Any, out: Any, other: Any, main: Tenso
     return next((row for row in found if not math.isfinite(row[0])), max(found))
 
 
-def joint_deviation(run: Callable, ids: Tensor, added: float, limit: float) -> tuple[float, str]:
+def joint_deviation(run: Callable[..., Any], ids: Tensor, added: float, limit: float) -> tuple[float, str]:
     """Compares one call for each sample with one for all, where all samples keep the same tokens."""
     shared = ids[:1].expand(len(ids), -1)
     try:
@@ -314,7 +229,7 @@ def joint_deviation(run: Callable, ids: Tensor, added: float, limit: float) -> t
                        f"batch. Pass it table[None] and name axis 1. It differs")
 
 
-def outputs(value: Any) -> list:
+def outputs(value: Any) -> list[Any]:
     return leaves(value if isinstance(value, tuple | list) else [value])
 
 
@@ -322,7 +237,7 @@ def rms(part: Tensor) -> float:
     return float(part.to(torch.promote_types(part.dtype, torch.float32)).square().mean().sqrt())
 
 
-def turned(part: Tensor, axes: tuple, order: Tensor) -> Tensor:
+def turned(part: Tensor, axes: tuple[Any, ...], order: Tensor) -> Tensor:
     for axis in axes:
         part = part.take_along_dim(order.view(len(order), *[1] * (axis - 1), -1, *[1] * (part.ndim - axis - 1)), axis)
     return part
@@ -334,7 +249,7 @@ def stored(module: nn.Module) -> list[Tensor]:
             for leaf in leaves(value) if isinstance(leaf, Tensor)]
 
 
-def in_thread(function: Callable, device: torch.device) -> Any:
+def in_thread(function: Callable[..., Any], device: torch.device) -> Any:
     """Runs a function in a thread of its own, on the caller's device and stream."""
     default = torch.get_default_device()
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -355,7 +270,7 @@ class InTrial(TorchFunctionMode):
         super().__init__()
         self.wide = wide
 
-    def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")
         if self.wide and name in ("bfloat16", "half"):
             return args[0].float()
@@ -364,16 +279,10 @@ class InTrial(TorchFunctionMode):
                                   else part, (args, kwargs))
         if "dropout" in name:
             return args[0] if args else kwargs["input"]
-        if function is F.multi_head_attention_forward:
-            kwargs |= {"training": False}
-        elif function is F.scaled_dot_product_attention and len(args) > 4:
-            args = *args[:4], 0.0, *args[5:]
-        elif function is F.scaled_dot_product_attention:
-            kwargs |= {"dropout_p": 0.0}
         return function(*args, **kwargs)
 
 
-def copied(value: Any, memo: dict | None = None) -> Any:
+def copied(value: Any, memo: dict[Any, Any] | None = None) -> Any:
     """Copies an argument, so that a block may write to it; modules and functions remain."""
     memo = {} if memo is None else memo
 
@@ -395,15 +304,13 @@ def cast(part: Tensor, dtype: torch.dtype | None) -> Tensor:
     return part.to(dtype) if dtype and part.is_floating_point() and part.dtype != torch.float64 else part
 
 
-def prepared(value: Any, generator: torch.Generator, dtype: torch.dtype | None, copies: int, is_tokens: bool) -> Any:
-    """Returns an argument in the trial's precision, with open gates, and repeated for a batch of one."""
+def prepared(value: Any, generator: torch.Generator, dtype: torch.dtype | None, is_tokens: bool) -> Any:
+    """Returns an argument in the trial's precision, with open gates."""
     def prepare(part: Any) -> Any:
         if type(part) is not Tensor:
             return part
         part = cast(part.detach(), dtype)
-        if not is_tokens:
-            part = opened(part, generator, 1e-3)
-        return part.repeat(copies, *[1] * (part.ndim - 1)) if part.ndim > 1 and len(part) == 1 else part
+        return part if is_tokens else opened(part, generator, 1e-3)
     return mapped(prepare, value)
 
 
@@ -432,7 +339,7 @@ def opened_weights(module: nn.Module, generator: torch.Generator, dtype: torch.d
             if type(p) in (nn.Parameter, Tensor) and p.is_floating_point() and p.element_size() > 1}
 
 
-def with_tensors(module: nn.Module, forward: Callable, tensors: dict[str, Tensor]) -> Callable:
+def with_tensors(module: nn.Module, forward: Callable[..., Any], tensors: dict[str, Tensor]) -> Callable[..., Any]:
     """Returns a function that calls a module, or its forward, with other weights and buffers."""
     holder = nn.Module()
     holder.module, holder.forward = module, partial(forward)
@@ -440,7 +347,7 @@ def with_tensors(module: nn.Module, forward: Callable, tensors: dict[str, Tensor
     return lambda *args, **kwargs: torch.func.functional_call(holder, tensors, args, kwargs, tie_weights=False)
 
 
-def on_copies(module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
+def on_copies(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Calls a module's forward without gradients, and restores its attributes, buffers and all random states."""
     args, kwargs = mapped(lambda part: part.detach().clone() if type(part) is Tensor else part, (args, kwargs))
     device = next((part.device for part in leaves([args, kwargs]) if isinstance(part, Tensor)), torch.device("cpu"))
@@ -455,8 +362,7 @@ def undisturbed(module: nn.Module, device: torch.device, dtype: torch.dtype | No
                 ) -> Iterator[Callable[[int], None]]:
     """Runs a module without dropout, and restores it and all random states; yields what starts both anew."""
     before = [(part, dict(vars(part))) for part in module.modules()]
-    numpy, state, precision = sys.modules.get("numpy"), random.getstate(), torch.get_float32_matmul_precision()
-    of_numpy = numpy and numpy.random.get_state()
+    state, precision = random.getstate(), torch.get_float32_matmul_precision()
 
     def attribute(name: str, value: Any) -> Any:    # which may be a cache that the block writes to
         if name == "training" and mode is not None:
@@ -468,8 +374,6 @@ def undisturbed(module: nn.Module, device: torch.device, dtype: torch.dtype | No
     def restart(seed: int) -> None:
         torch.manual_seed(seed)
         random.seed(seed)
-        if numpy:
-            numpy.random.seed(seed)
         for part, values in before:
             vars(part).clear()
             vars(part).update({name: attribute(name, value) for name, value in values.items()})
@@ -482,8 +386,6 @@ def undisturbed(module: nn.Module, device: torch.device, dtype: torch.dtype | No
             yield restart
         finally:
             random.setstate(state)
-            if numpy:
-                numpy.random.set_state(of_numpy)
             if precision != "highest":
                 torch.set_float32_matmul_precision(precision)
             for part, values in before:

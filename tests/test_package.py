@@ -1,5 +1,6 @@
 """What pip installs: its wheel builds from the checkout, has one version and the types, and runs the page's example."""
 
+import ast
 import re
 import shutil
 import subprocess
@@ -33,6 +34,8 @@ def test_the_wheel_has_the_packages_their_types_the_licence_and_one_version(whee
     archive = zipfile.ZipFile(wheel)
     metadata = HeaderParser().parsestr(archive.read(f"routed-{routed.__version__}.dist-info/METADATA").decode())
     assert {"routed/__init__.py", "routed/py.typed", "routing_module.py"} <= {*archive.namelist()}
+    assert {name.partition("/")[0] for name in archive.namelist()} - {"routed", "routing_module.py"} == {
+        f"routed-{routed.__version__}.dist-info"}
     assert (metadata["Version"], metadata["License-Expression"]) == (routed.__version__, "MIT")
     assert metadata.get_all("Requires-Dist") == ["torch"]
 
@@ -48,7 +51,13 @@ def test_the_example_runs_from_the_wheel_alone(wheel, tmp_path):
     example = re.search(r"```python\n(.+?)```", (ROOT / "routed/README.md").read_text(), re.S)[1]
     assert example in (ROOT / "README.md").read_text()
     code = f"import sys; sys.path.insert(0, {str(wheel)!r})\n{example}\nprint(routing.ids_keep[0].shape)\nimport routed"
-    done = subprocess.run([sys.executable, "-I", "-c", code + "\nprint(routed.__file__)"], cwd=tmp_path,
+    done = subprocess.run([sys.executable, "-I", "-c", code + "\nprint(routed.__file__, *sys.modules)"], cwd=tmp_path,
                           capture_output=True, text=True)
     assert done.stdout.split("\n")[0] == "torch.Size([8, 32])", done.stderr
     assert str(wheel) in done.stdout
+    assert not {"timm", "diffusers", "transformers", "torchvision", "accelerate"} & {*done.stdout.split()}
+
+
+def test_what_pip_installs_runs_on_python_3_10():
+    for path in [ROOT / "routing_module.py", *(ROOT / "routed").glob("*.py")]:
+        ast.parse(path.read_text(), feature_version=(3, 10))

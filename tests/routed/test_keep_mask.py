@@ -38,7 +38,7 @@ def test_tokens_of_keep_mask_are_kept_or_an_error_has_the_numbers(name):
         mask = mask_for(case, 0, most, 2)
         [ids], _ = assert_exact(case, ALL_BUT_A_QUARTER, keep_mask=mask)
         assert ids.shape == (BATCH, most) and are_kept(mask, ids)
-        assert f"keeps more tokens than the {few} of {case.n} that are kept at selection ratio 0.75" in refused(
+        assert f"of a sample, but at selection ratio 0.75 only {few} of {case.n} are kept" in refused(
             case.model, ALL_BUT_A_QUARTER, case.call, keep_mask=mask, grow=False)
 
 

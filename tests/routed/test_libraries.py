@@ -2,7 +2,6 @@
 
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,6 +27,10 @@ def test_kept_tokens_come_out_as_if_the_network_had_only_them(name):
     assert len(grads) > 20 and not is_routed(case.model)
     for r, route in enumerate(THREE):
         assert torch.equal(ids[r], Router().get_mask(torch.empty(BATCH, case.n, 1), route.selection_ratio, noise[:, r]))
+
+
+def test_a_route_may_cover_all_blocks_of_a_network_that_changes_the_text_between_them():
+    assert_exact(family("BriaFiboTransformer2DModel, edit"), [Route(0, -1, 0.5)])
 
 
 def matmuls(context, operation, *args, **kwargs):
@@ -110,8 +113,8 @@ def test_class_and_register_tokens_are_kept_by_every_entry_to_an_encoder(name, e
     ("FluxTransformer2DModel", "holds ['attention_mask']",
      dict(joint_attention_kwargs=dict(attention_mask=torch.ones(BATCH, 1, 1, N + TEXT) > 0))),
     ("SD3Transformer2DModel", "After block 0 came block 2", dict(skip_layers=[1])),
-    ("VisionTransformer", "along={'attn_mask': pairs}", dict(attn_mask=torch.ones(N + 1, N + 1))),
-    ("LTX2VideoTransformer3DModel", "along={'self_attention_mask': pairs}",
+    ("VisionTransformer", "add 'attn_mask' to along=", dict(attn_mask=torch.ones(N + 1, N + 1))),
+    ("LTX2VideoTransformer3DModel", "add 'self_attention_mask' to along=",
      dict(video_self_attention_mask=torch.ones(BATCH, N, N))),
     ("WanTransformer3DModel", "for each of 16 samples or of as many tokens", dict(
         hidden_states=VIDEO[:1].repeat(N, 1, 1, 1, 1), timestep=TIME[:1].repeat(N),
@@ -125,12 +128,6 @@ def test_what_a_known_network_may_not_be_given_on_a_route_is_refused(name, says,
     assert says in refused(case.model, THREE, lambda: case.call(**inputs))
 
 
-def test_blocks_called_without_the_network_whose_arguments_count_tokens_are_refused():
-    case = family("FluxTransformer2DModel")
-    said = refused(case.model, THREE, lambda: case.blocks[0](hidden_states=torch.zeros(BATCH, N, 16)))
-    assert "its 'img_ids', by which tokens are counted, is not known" in said
-
-
 @pytest.mark.parametrize(("name", "argument", "masks"), [
     ("VisionTransformer", "attn_mask", dict(attn_mask=NEAR)),
     ("LTX2VideoTransformer3DModel", "self_attention_mask",
@@ -139,13 +136,6 @@ def test_a_mask_of_all_pairs_is_reduced_where_along_says_so(name, argument, mask
     case = example(name)
     case.inputs |= masks
     assert_exact(case, along={argument: pairs})
-
-
-def test_timms_tables_get_a_batch_and_a_heads_axis():
-    kept = SimpleNamespace(rows=lambda table, axis: (*table.shape, axis))
-    for shape, batch, heads in (((N, 8), 1, 1), ((2, N, 8), 1, 2), ((1, 2, N, 8), 1, 2),
-                                ((BATCH, 1, N, 8), BATCH, 1), ((BATCH, 2, N, 8), BATCH, 2)):   # with patch dropout
-        assert families.of_heads(torch.zeros(shape), kept) == (batch, heads, N, 8, 2)
 
 
 def test_each_known_network_is_tested_and_on_the_page():

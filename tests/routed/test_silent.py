@@ -276,19 +276,3 @@ def test_a_change_between_blocks_is_found_while_a_network_is_compiled():
     net = made(attention, lambda part, x: part(x + 1)).model
     fast = torch.compile(net, backend="eager")
     assert "changes the tokens" in refused(net, MIDDLE, lambda: fast(X), blocks="blocks")
-
-
-def test_meta_tensors_and_vmap_pass():
-    net, x = made(attention).model, randn(2, BATCH, N, D)
-    with routed(net, MIDDLE, blocks="blocks", mask_noise=NOISE):
-        many = torch.vmap(net)(x)
-        assert torch.allclose(many, torch.stack([net(part) for part in x]), atol=1e-6)
-    with routed(net.to("meta"), MIDDLE, blocks="blocks"):
-        assert net(X.to("meta")).shape == X.shape
-
-
-def test_turned_tables_are_offered_by_the_line_that_was_tried():
-    net = made(lambda self, x, mask, rope: masked(self, self.attend(x, lambda q: q * rope[:, None]), mask),
-               lambda part, x: part(x, torch.ones(1, 1, N, N).tril(5) > 0, TABLE[None])).model
-    said = refused(net, MIDDLE, lambda: net(X), blocks="blocks")
-    assert "write along={'mask': pairs, 'rope': 1} (`from routed import pairs`), with which this block passes" in said
