@@ -19,7 +19,7 @@ from runtime import ranks
 from runtime.schema import read_record
 from weights import checkpoint as checkpoints
 from weights.averages import weights_name
-from weights.foreign import how_to_import
+from weights.foreign import COMMAND, how_to_import
 from weights.reading import SUFFIXES, check_finite, from_hub, how_to_download, read_tensors
 from weights.records import CheckpointRecord, build_diffusion, fit
 
@@ -80,6 +80,8 @@ def find_checkpoint(path: str | Path, weights: str | None = None) -> Checkpoint:
         raise ValueError(how_to_import(place))
     to_type = how_to_download(str(path))
     if len(place.parts) == 2 and "@" not in str(path) and to_type:  # user/name
+        to_type += (f" If it has no meta.json there, as weights of other code, import that folder by `{COMMAND} "
+                    f"source=./{place.name} out=weights/{place.name}`.")
         return open_checkpoint(from_hub(str(path), "meta.json", name, remedy=to_type), name)
     raise ValueError(f"There is no run and no checkpoint folder at {path}. Training keeps the newest "
                      f"checkpoint.keep_last. Name runs/<name> or runs/<name>/checkpoints/step-….{to_type}")
