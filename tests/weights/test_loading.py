@@ -80,7 +80,7 @@ def test_each_kind_of_path_names_one_file(path, weights, file, here, monkeypatch
     ("a/b/c", None, "hf download a/b --include 'c/.' --local-dir b`, then name ./b/c"),
     ("a/b@v1", None, "hf download a/b --revision v1 --local-dir b`, then name ./b"),
     ("./a/b", None, r"no checkpoint folder at \./a/b.*step-….$"), ("a/b.pt", None, r"at a/b.pt.*step-….$"),
-    ("https://huggingface.co/me/x", None, "`hf download me/x --local-dir x`, then name ./x instead. .* by `.*import_weights.py source=./x out=weights/x`"),
+    ("https://huggingface.co/me/x", None, "`hf download me/x --local-dir x`, then name ./x"),
     ("hf://me/x@v1/sub", None, "hf download me/x --include 'sub/.' --revision v1 --local-dir x`, then name ./x/sub"),
     ("https://huggingface.co/me/x/resolve/main/x.pt?download=true", None,
      "`hf download me/x --include 'x.pt' --revision main --local-dir x`, then name ./x/x.pt"),
@@ -142,7 +142,7 @@ class Refused(Exception):
 
 @pytest.mark.parametrize("status, says", [
     (401, "`hf auth login`"), (403, "`hf auth login`"),
-    (404, "meta.json and ema.safetensors of me/x could not .*`hf download me/x --local-dir x`, then name ./x instead.*import_weights.py source=./x out=weights/x`"),
+    (404, "meta.json and ema.safetensors of me/x .*`hf download me/x --local-dir x`, then .*source=./x out=weights/x`"),
 ])
 def test_a_repository_that_one_may_not_read_or_of_other_code_says_what_to_type(status, says, here, monkeypatch):
     def refuse(*_, **__):
