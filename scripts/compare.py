@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter
 from numpy import interp
 from scipy import stats
 
@@ -378,7 +379,7 @@ def draw(runs: list[Run], pairs: list[Pair]) -> Figure:
                         [statistics.stdev(value) if len(value) > 1 else 0 for value in values], marker="o", capsize=3,
                         label=f"{name}, n={len(curves)}: {heading(measure)}")
     scores.set(xlabel=AXES["images"], ylabel="distance: mean ± standard deviation", yscale="log")
-    scores.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
+    scores.yaxis.set(major_formatter=LogFormatter(), minor_formatter=LogFormatter())
     figure.legend(*scores.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="x-small")
     for plot, panel in zip(plots, panels, strict=True):
         plot.axvline(0, color="gray", linewidth=0.8)
