@@ -25,7 +25,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import Tensor
-from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -295,11 +294,12 @@ class Variant:
 
     def measure(self, count: int) -> dict[str, float]:
         """Returns the seconds of a step's parts; keeps its peak of memory and counts the graphs that were compiled."""
-        device, graphs = self.accelerator.device, counters["stats"]["unique_graphs"]
+        counts = torch._dynamo.utils.counters["stats"]  # imported here, as --help needs no compiler
+        device, graphs = self.accelerator.device, counts["unique_graphs"]
         self.accelerator.wait_for_everyone()
         others = torch.cuda.memory_allocated() - self.resident
         parts = seconds_of_parts(device, partial(self.take_steps, count), count)
-        self.graphs += counters["stats"]["unique_graphs"] - graphs
+        self.graphs += counts["unique_graphs"] - graphs
         self.peak = train.peak_memory_gib(device) - others / 2**30
         return parts
 
