@@ -124,7 +124,7 @@ def test_lightningdits_points_of_time_are_ours():
     asked = []
 
     class Net(torch.nn.Module):
-        in_channels, input_size, num_classes, routes = 32, 2, 1000, ()
+        in_channels, input_size, num_classes, null_label, routes = 32, 2, 1000, True, ()
 
         def forward(self, x, t, y, routes=()):
             asked.append((t[0].item(), len(x)))
