@@ -21,13 +21,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogFormatter
 from numpy import interp
-from scipy import stats
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from dit import multiply_adds
@@ -256,6 +256,8 @@ def interval(differences: list[float]) -> tuple[float, float] | None:
     n, mean = len(differences), statistics.mean(differences)
     if n < 3:
         return None
+    from scipy import stats  # slow: takes half a second
+
     half = float(stats.t.ppf(0.975, n - 1)) * statistics.stdev(differences) / math.sqrt(n)
     return mean - half, mean + half
 
@@ -351,8 +353,11 @@ def changes(found: list[Difference], pairs: list[Pair]) -> list[str]:
 # ---- the figure -----------------------------------------------------------------------------------------------------
 
 
-def draw(runs: list[Run], pairs: list[Pair]) -> Figure:
+def draw(runs: list[Run], pairs: list[Pair]) -> "Figure":
     """Draws losses, scores and differences; of each pair by the measure that was taken at the most places."""
+    from matplotlib.figure import Figure  # slow: --help needs none
+    from matplotlib.ticker import LogFormatter
+
     groups, trained = by_measure(runs), [run for run in runs if run.get("losses")]
     found = {pair: max(([measure, *compared(variants, pair)] for measure, variants in groups.items()), key=len)
              for pair in pairs if groups}
