@@ -92,8 +92,6 @@ def main(cfg: ImportSettings) -> None:
         return
     needed = sum(4 * tensor.numel() for tensor in state.values())
     files.require_room(out, needed, "make room, or set out= to a folder on another disk.")
-    for left in out.parent.glob(f".{out.name}.*.tmp"):  # of imports that were killed
-        files.remove(left)
     checkpoints.save(out, {"ema": state}, meta)
     size = f"{needed / 1e9:.1f} GB" if needed >= 1e9 else f"{needed / 1e6:.3g} MB"
     print(f"{line} takes {size}. next: python sample.py checkpoint={out}")

@@ -123,6 +123,7 @@ def test_a_file_that_declares_none_or_several_is_refused(page, code, says):
 
 @pytest.mark.parametrize(("returned", "found"), [
     (lambda loss: loss, "one Tensor"), (lambda loss: (loss.mean(), {}), r"a loss of shape \(\)"),
+    (lambda loss: (loss[:1], {}), r"a loss of shape \(1,\)"),
     (lambda loss: (loss, {"other": loss}), "the terms other"),
 ])
 def test_an_objective_that_returns_another_form_than_it_declares_is_refused(returned, found):
