@@ -44,9 +44,14 @@ def atomic_write(path: Path, synced: bool = True) -> Iterator[Path]:
                 if file.is_file():
                     sync(file)
             old = partial.with_suffix(".old.tmp")
-            if path.is_dir() and partial.is_dir():
+            if replaces := path.is_dir() and partial.is_dir():
                 os.rename(path, old)
-            os.replace(partial, path)
+            try:
+                os.replace(partial, path)
+            except OSError:
+                if replaces:
+                    os.rename(old, path)
+                raise
             remove(old)
             if synced:
                 sync(path.parent)

@@ -44,6 +44,19 @@ def test_a_kill_at_any_change_leaves_the_old_folder_or_the_new(tmp_path):
     assert [path.name for path in place.iterdir()] == ["out"]
 
 
+def test_a_folder_stays_where_its_replacement_cannot_be_renamed(tmp_path, monkeypatch):
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x/old").touch()
+
+    def refuse(*_):
+        raise OSError("no")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises((OSError, ValueError), match="no"), atomic_write(tmp_path / "x") as partial:
+        partial.mkdir()
+    assert [str(file.relative_to(tmp_path)) for file in sorted(tmp_path.rglob("*"))] == ["x", "x/old"]
+
+
 @pytest.mark.parametrize(("before", "kept"), [
     ("", ""), ('{"a": 1}\n', '{"a": 1}\n'), ('{"a": 1}\n{"b": {"c": 2}', '{"a": 1}\n'), ('{"a"', ""),
     ('{"a": 1}', '{"a": 1}\n'), ("somebody's notes", "somebody's notes\n"),
