@@ -23,14 +23,14 @@ Init = Literal["adaln_zero", "xavier"]
 
 def sincos_1d(dim: int, positions: Tensor) -> Tensor:
     """Returns sines, then cosines, of positions (M,) at dim/2 geometric frequencies: (M, dim)."""
-    omega = 10000.0 ** -(torch.arange(dim // 2, dtype=torch.float64) / (dim / 2))
+    omega = 10000.0 ** -(torch.arange(dim // 2, dtype=torch.float64, device=positions.device) / (dim / 2))
     angles = positions.double()[:, None] * omega
     return torch.cat([angles.sin(), angles.cos()], dim=1)
 
 
 def sincos_2d(dim: int, grid_size: int) -> Tensor:
-    """Returns the fixed position embedding (1, grid_size², dim): one half for the column, then one for the row."""
-    row, column = torch.meshgrid(torch.arange(grid_size), torch.arange(grid_size), indexing="ij")
+    """Returns the fixed position embedding (1, grid_size², dim) on the CPU: half for the column, then for the row."""
+    row, column = torch.meshgrid(*[torch.arange(grid_size, device="cpu")] * 2, indexing="ij")
     return torch.cat([sincos_1d(dim // 2, column.flatten()), sincos_1d(dim // 2, row.flatten())], dim=1).float()[None]
 
 

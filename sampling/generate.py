@@ -2,9 +2,9 @@
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import cache
 
 import torch
 from accelerate import PartialState
@@ -27,11 +27,10 @@ Batch = tuple[Tensor, Tensor, Tensor]
 
 
 class Meter:
-    """Replaces a network while it is sampled, and counts the multiply-adds that its passes would need."""
+    """Replaces a network while it is sampled, and counts the samples that pass through it with each set of routes."""
 
     def __init__(self, net: DiT):
-        self.net, self.passes, self.linear, self.attention = net, 0, 0, 0
-        self.cost_of = cache(lambda routes: multiply_adds(net, routes))
+        self.net, self.passes = net, Counter[tuple[Route, ...]]()
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.net, name)
@@ -39,17 +38,14 @@ class Meter:
     def __call__(
         self, x: Tensor, t: Tensor, y: Tensor, routes: tuple[Route, ...] = (), mask_noise: Tensor | None = None,
     ) -> Tensor:
-        linear, attention = self.cost_of(routes)
-        self.passes += len(x)
-        self.linear += len(x) * linear
-        self.attention += len(x) * attention
+        self.passes[routes] += len(x)
         return x.new_zeros(len(x), self.net.out_channels, *x.shape[2:])
 
 
-def sampling_cost(
+def rehearse(
     net: DiT, diffusion: EDM | RF, num_steps: int, guidance: Guidance | None = None, **sampler: float | str,
-) -> tuple[int, int, int]:
-    """Runs the sampler on zeros; returns one image's passes and multiply-adds, of linear layers and of attention."""
+) -> list[Meter]:
+    """Runs the sampler on one image of zeros; returns the meters of the network and of guidance's second network."""
     meters = [Meter(net)]
     if guidance is not None and guidance.net2 is not None:
         meters.append(Meter(guidance.net2))
@@ -57,7 +53,19 @@ def sampling_cost(
     noise, y = torch.zeros(1, net.in_channels, net.input_size, net.input_size), torch.zeros(1, dtype=torch.int64)
     sampler_of(diffusion, **sampler)(meters[0], noise, y, num_steps=num_steps, guidance=guidance,
                                      randn_like=torch.zeros_like)
-    return tuple(sum(getattr(meter, count) for meter in meters) for count in ("passes", "linear", "attention"))
+    return meters
+
+
+def sampling_cost(
+    net: DiT, diffusion: EDM | RF, num_steps: int, guidance: Guidance | None = None, **sampler: float | str,
+) -> tuple[int, int, int]:
+    """Returns one image's passes and multiply-adds, of linear layers and of attention."""
+    passes, linear, attention = 0, 0, 0
+    for meter in rehearse(net, diffusion, num_steps, guidance, **sampler):
+        for routes, count in meter.passes.items():
+            costs = multiply_adds(meter.net, routes)
+            passes, linear, attention = passes + count, linear + count * costs[0], attention + count * costs[1]
+    return passes, linear, attention
 
 
 class SeededNoise:

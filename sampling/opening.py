@@ -10,7 +10,7 @@ from torch import Tensor
 from guidance import Guidance
 from runtime.device import DTYPES
 from sampling.checks import sampler_settings
-from sampling.generate import sampling_cost
+from sampling.generate import rehearse
 from sampling.options import SamplingSettings, build_guidance, empty_classes, parse_classes
 from weights import autoencoders
 from weights.loading import Trained, find_on_main_rank, load_trained
@@ -45,10 +45,11 @@ def open_sampling(
     sampler = sampler_settings(trained.diffusion, cfg.sampler.model_dump())
     guidance, guidance_record = build_guidance(state, cfg, trained)
     # Raises now what sampling would raise.
-    guided, plain = (sampling_cost(net, trained.diffusion, cfg.num_steps, each, **sampler) for each in (guidance, None))
+    guided, plain = (sum(meter.passes.total() for meter in rehearse(
+        net, trained.diffusion, cfg.num_steps, value, **sampler)) for value in (guidance, None))
     if guidance and guidance.interval:
         is_sigma = trained.diffusion.max_noise < guidance.interval[1] < math.inf
-        if is_sigma or (guidance.scale != 1 and guided[0] == plain[0]):
+        if is_sigma or (guidance.scale != 1 and guided == plain):
             raise ValueError(f"interval={list(guidance.interval)} does not fit the sampler's noise levels, or none of "
                              f"its {cfg.num_steps} steps begins inside. EDM's are sigmas, and flow matching's are t = "
                              f"sigma / (1 + sigma), from 1 to 0.")
