@@ -18,7 +18,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from types import ModuleType
 
 import numpy as np
 import torch
@@ -30,7 +29,7 @@ from tqdm import tqdm
 from guidance import Guidance
 from latents.loader import batches, to_latent
 from objectives import DiffusionLoss
-from runtime import files, ranks, sharding
+from runtime import files, libraries, ranks, sharding
 from runtime.command import command
 from runtime.schema import as_text, typed
 from sampling.generate import gathered, generate
@@ -143,8 +142,7 @@ def as_line(row: dict, steps: int, lowest: float = math.inf) -> str:
 def start_trackers(run: Run) -> None:
     """Starts the trackers that are set; raises ValueError if one cannot start, such as wandb without a login."""
     trackers = run.cfg.log.trackers
-    # Without this, TensorBoard imports TensorFlow, if there is one, which takes seconds and complains of missing GPUs.
-    sys.modules.setdefault("tensorboard.compat.notf", ModuleType("tensorboard.compat.notf"))
+    libraries.keep_tensorflow_out()
     try:
         if missing := [name for name in trackers if name not in map(str, run.accelerator.log_with)]:
             raise ImportError(f"{missing[0]} is not installed")

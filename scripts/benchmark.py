@@ -54,7 +54,7 @@ from runtime.schema import (
 from sampling import generate
 from scoring.features import EXTRACTORS, extract, load_extractor, versions
 from training import speed
-from training.cuda_graphs import record_passes, record_update
+from training.cuda_graphs import Compile, record_passes, record_update
 from training.optimizers import build_optimizer
 from training.run import Sums, describe_network
 from training.settings import ModelSettings
@@ -82,9 +82,9 @@ class BenchmarkSettings(ModelSettings):
     diffusion: dict
     batch_size: Count
     grad_accum_steps: Count
-    precision: one_of(speed.PRECISIONS)
+    precision: speed.Precision
     tf32: bool
-    compile: bool | one_of(speed.COMPILE_MODES)
+    compile: Compile
     compile_cache: Location | None
     activation_checkpointing: bool
     variants: NonEmptyList[Text]

@@ -3,8 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import ROOT, run_command
+from conftest import run_command
 from PIL import Image
 from safetensors.torch import load_file
 from spoils import with_new_hashes
@@ -23,7 +21,6 @@ from training_runs import assert_same_end, refusal, rows, trained
 
 import fid
 import sample
-from dit import DiT_models
 from edm import EDM
 from runtime import files
 from scripts import prepare_latents
@@ -263,20 +260,6 @@ def test_a_tracker_that_cannot_start_is_named_with_advice_that_fits_the_cause(wh
     assert load("experiment=quickstart").log.trackers == ["tensorboard"]
 
 
-def test_tensorboard_logs_without_importing_tensorflow(tmp_path):
-    code = """
-import sys
-from types import SimpleNamespace as Some
-from accelerate import Accelerator
-from train import start_trackers
-start_trackers(Some(cfg=Some(log=Some(trackers=["tensorboard"]), name="x", model_dump=dict), folder=sys.argv[1], step=0,
-                    run_id="x", accelerator=Accelerator(cpu=True, log_with="tensorboard", project_dir=sys.argv[1])))
-assert "tensorflow" not in sys.modules
-"""
-    done = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and list(tmp_path.rglob("events.out.*")), done.stderr
-
-
 def test_a_score_counts_only_for_the_network_and_the_settings_that_it_was_made_with(shapes, pixel_reference, tmp_path):
     options = (f"evaluate.reference={pixel_reference}", "evaluate.num_samples=6", "evaluate.num_steps=2",
                "evaluate.batch_size=4")
@@ -297,17 +280,6 @@ def test_a_score_counts_only_for_the_network_and_the_settings_that_it_was_made_w
     (tmp_path / "run").rename(tmp_path / "moved")
     scored("steps=1", "evaluate.every=1", run=tmp_path / "moved")
     assert files.read_rows(tmp_path / "moved/results.jsonl") == before
-
-
-def test_the_blocks_are_compiled_in_the_mode_that_is_asked_for_but_record_no_cuda_graphs_of_their_own(monkeypatch):
-    asked = []
-    monkeypatch.setattr(torch, "compile", lambda forward, **how: asked.append(how) or forward)
-    net = DiT_models["DiT-S/8"]()
-    modes = {True: None, "reduce-overhead": None, "max-autotune": "max-autotune-no-cudagraphs",
-             "max-autotune-no-cudagraphs": "max-autotune-no-cudagraphs"}
-    for how in (*modes, False):
-        speed.compile_blocks(net, how)
-    assert asked == [{"dynamic": False, "mode": mode} for mode in modes.values() for _ in net.blocks]
 
 
 def test_the_first_step_of_a_process_has_a_line_and_no_row(shapes, tmp_path):

@@ -7,17 +7,18 @@ few images. torch.compile would record a graph for each block and direction, and
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Literal
 
 import torch
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from objectives import DiffusionLoss
 from training.optimizers import update_weights
 
-# The modes of torch.compile that ask for CUDA graphs, and the mode that compiles the blocks inside our graphs.
-CUDA_GRAPHS = {"reduce-overhead": None, "max-autotune": "max-autotune-no-cudagraphs"}
+Compile = bool | Literal["reduce-overhead"]     # whether blocks are compiled; the last one asks for CUDA graphs, too
 WARMUP = 3              # passes before recording, which compile and choose kernels
 STRETCH = 128 * 2**20   # bytes of gradients that are sent while the next ones are computed
 MODE = "thread_local"   # of a capture's checks: the thread that reads data ahead may pin memory meanwhile
@@ -167,19 +168,19 @@ class RecordedUpdate:
 
 
 def record_passes(
-    objective: DiffusionLoss, how: bool | str, device: torch.device, num_parts: int,
+    objective: DiffusionLoss, how: Compile, device: torch.device, num_parts: int,
 ) -> nn.Module:
-    """Returns the objective for `speed.replicate`: itself or, on a GPU with a mode of CUDA_GRAPHS, recorded."""
-    if device.type != "cuda" or how not in CUDA_GRAPHS:
+    """Returns the objective for `speed.replicate`: itself or, on a GPU and if asked for, recorded."""
+    if device.type != "cuda" or how != "reduce-overhead":
         return objective
     return Recorded(objective, copies=num_parts > 1)
 
 
 def record_update(
-    accelerator: Accelerator, optimizer: torch.optim.Optimizer, how: bool | str, num_parts: int,
+    accelerator: Accelerator, optimizer: AcceleratedOptimizer, how: Compile, num_parts: int,
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """Returns `update_weights`; where passes are recorded, it replays AdamW's steps if gradients keep their place."""
-    if (accelerator.device.type == "cuda" and how in CUDA_GRAPHS and num_parts == 1 and accelerator.scaler is None
+    if (accelerator.device.type == "cuda" and how == "reduce-overhead" and num_parts == 1 and accelerator.scaler is None
             and isinstance(optimizer.optimizer, torch.optim.AdamW)):
         return partial(update_weights, replay=RecordedUpdate(optimizer))
     return update_weights

@@ -1,17 +1,16 @@
 """The settings of configs/config.yaml and its groups, with their types and ranges."""
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from dit import DiT_models, Init
 from objectives import class_of
-from routing_module import Router
-from runtime.device import DTYPES, multiplies_bf16
+from routing_module import Selection as TokenSelection
+from runtime.device import DType, multiplies_bf16
 from runtime.schema import (
     Classes,
     Count,
@@ -28,15 +27,15 @@ from runtime.schema import (
     Steps,
     Text,
     as_text,
-    one_of,
     read,
     refuse,
 )
 from scoring import results
 from scoring.features import Features
-from training import speed
+from training.cuda_graphs import Compile
+from training.speed import Precision
 from weights.averages import WeightsName, names_of
-from weights.records import RouteSettings, ScheduleSettings, keywords, settings_of
+from weights.records import RouteSettings, ScheduleSettings, settings_of
 
 
 def size_of(backbone_type: str) -> str:
@@ -66,13 +65,25 @@ def cpu_precision() -> str:
 # In a YAML: ${size_of:${model.backbone_type}}, ${for_depth:{12:4,28:10}}, ${cpu_precision:}
 for resolver in (size_of, for_depth, cpu_precision):
     OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
+
+
+def known(backbone_type: str) -> str:
+    """Returns a name of DiT_models; raises ValueError for another."""
+    if backbone_type not in DiT_models:
+        raise ValueError(f"backbone_type={backbone_type}: it should be one of {', '.join(DiT_models)}.")
+    return backbone_type
+
+
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
-class ModelSettings(keywords(Router)):
+class ModelSettings(Settings):
     name: Text
-    backbone_type: one_of(DiT_models)
+    backbone_type: Annotated[str, AfterValidator(known)]
     init: Init
+    selection: TokenSelection
+    l1_reg: Number
+    inverse: bool
     qk_norm: bool
     routes: list[RouteSettings]
     fusion: bool
@@ -101,7 +112,7 @@ class AdamWSettings(Settings):
     eps: Annotated[float, Field(ge=1e-20, le=1)]  # at 0 a gradient of 0 makes NaN
     weight_decay: NotNegative
     warmup_steps: NonNegativeInt
-    schedule: one_of(["constant", "cosine"])
+    schedule: Literal["constant", "cosine"]
     clip_norm: Positive | None
 
 
@@ -118,7 +129,7 @@ class EMASettings(Settings):
 
 class LogSettings(Settings):
     every: Count
-    trackers: list[one_of(["tensorboard", "wandb"])]
+    trackers: list[Literal["tensorboard", "wandb"]]
 
 
 class CheckpointSettings(Settings):
@@ -177,18 +188,18 @@ class TrainSettings(Settings):
     grad_accum_steps: Count
     label_dropout: Fraction
     max_skipped_in_row: Count
-    precision: one_of(speed.PRECISIONS)
-    decode_precision: one_of(DTYPES)
+    precision: Precision
+    decode_precision: DType
     decode_batch_size: Count | None
     tf32: bool
-    sharding: one_of(["none", "fsdp"])
-    compile: bool | one_of(speed.COMPILE_MODES)
+    sharding: Literal["none", "fsdp"]
+    compile: Compile
     activation_checkpointing: bool
     cpu: bool
     model: ModelSettings
     data: DataSettings
-    diffusion: dict
-    objective: dict
+    diffusion: dict[str, Any]
+    objective: dict[str, Any]
     route_schedule: ScheduleSettings
     optimizer: Annotated[AdamWSettings | MuonSettings, Field(discriminator="name")]
     ema: EMASettings
@@ -200,8 +211,7 @@ class TrainSettings(Settings):
 
 def check_settings(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> TrainSettings:
     """Returns the settings; raises ValueError for some that do not go together, or that would change nothing."""
-    check_run_dir(cfg)
-    check_pairs(cfg, cli_overrides)
+    check_pairs(cfg)
     check_chosen(cfg, cli_overrides)
     check_effect(cfg, cli_overrides)
     check_objective(cfg.objective)
@@ -234,34 +244,27 @@ def describe_unfinished_warmup(cfg: TrainSettings) -> str | None:
             f"{steps / warmup:.0%} of optimizer.lr.")
 
 
-def check_pairs(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> None:
-    """Raises ValueError for two settings that are not supported together, or where one replaces the other."""
+def check_pairs(cfg: TrainSettings) -> None:
+    """Raises ValueError for two settings that are not supported together."""
     muon, fsdp = (cfg.optimizer.name == "muon", "optimizer=muon"), (cfg.sharding == "fsdp", "sharding=fsdp")
     fp8, fp16 = (cfg.precision == "fp8", "precision=fp8"), (cfg.precision == "fp16", "precision=fp16")
-    graphs = cfg.compile in speed.CUDA_GRAPHS, f"compile={as_text(cfg.compile)}"
-    preset, routes = ((cli_overrides.get(key, "null") not in ("null", "none"), f"{key}={cli_overrides.get(key)}")
-                      for key in ("routes", "model.routes"))
-    model = "sprint" if cfg.model.fusion else cli_overrides.get("model", "tread")
-    network = model != "tread", f"model={model}"
+    graphs = cfg.compile == "reduce-overhead", "compile=reduce-overhead"
     # CUDA graphs need weights at fixed addresses, and FSDP gathers them in each pass.
-    for (one_is_set, one), (other_is_set, other) in (
-        (muon, fp8), (fsdp, fp8), (fsdp, fp16), (fsdp, graphs), (preset, routes), (preset, network),
-    ):
-        if one_is_set and other_is_set:
-            raise ValueError(f"{one} and {other} do not go together: leave one out.")
+    for (is_set, setting), (other_is_set, other) in ((muon, fp8), (fsdp, fp8), (fsdp, fp16), (fsdp, graphs)):
+        if is_set and other_is_set:
+            raise ValueError(f"{setting} and {other} do not go together: leave one out.")
 
 
 def check_chosen(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> None:
     """Raises ValueError where an experiment's keys would change a network that is typed with it, or its run's name."""
-    typed = {key: value for key, value in cli_overrides.items() if key in ("model", "routes")}
-    if typed.get("model") == "dit" and cfg.model.routes and not any("routes" in key for key in cli_overrides):
+    model = cli_overrides.get("model")
+    if model == "dit" and cfg.model.routes and not any("routes" in key for key in cli_overrides):
         raise ValueError("model=dit would train on a route, as the experiment sets model.routes: write model.routes=[] "
                          "as well.")
     is_named = (f"-{cfg.model.name}" in f"-{cfg.name}" or cfg.name.endswith(cfg.model.name)  # and not b2_tread_v1
                 or {"name", "run_dir"} & cli_overrides.keys())
-    if typed and "experiment" in cli_overrides and not is_named:
-        changed = " ".join(f"{key}={value}" for key, value in typed.items())
-        raise ValueError(f"name={cfg.name} is the experiment's name for its own network: beside {changed} give "
+    if model and "experiment" in cli_overrides and not is_named:
+        raise ValueError(f"name={cfg.name} is the experiment's name for its own network: beside model={model} give "
                          f"name=<another>.")
 
 
@@ -281,7 +284,7 @@ def check_effect(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> None:
             refuse(cli_overrides, *names, why=why)
 
 
-def check_objective(objective: dict) -> None:
+def check_objective(objective: dict[str, Any]) -> None:
     """Raises ValueError for an objective without a file, and for a keyword that it lacks or of another type."""
     kind = class_of(objective.get("name"))
     read(settings_of(kind, name=(str | None, None)), objective, f"objective={objective.get('name')}: ")
@@ -304,22 +307,3 @@ def check_scales(cfg: TrainSettings) -> None:
     if cfg.evaluate.every and guided and not cfg.label_dropout:
         raise ValueError(f"evaluate.guidance_scales={as_text(cfg.evaluate.guidance_scales)} guides by the null label, "
                          f"which label_dropout=0 does not train: set label_dropout=0.1, or leave the scale out.")
-
-
-def check_run_dir(cfg: TrainSettings) -> None:
-    """Raises ValueError for a run's folder that is, or lies in, a folder with another purpose."""
-    run_dir, data = Path(cfg.run_dir).resolve(), cfg.data.path and Path(cfg.data.path).resolve()
-    is_of_runs = any(run_dir.glob("*/checkpoints")) and not (run_dir / "checkpoints").is_dir()
-    conflicts = []
-    if run_dir in (Path.cwd(), *Path.cwd().parents):
-        conflicts.append("is the current folder or one around it")
-    if run_dir == Path("runs").resolve() or is_of_runs:
-        conflicts.append("is the folder of all runs, not of one")
-    for folder in (run_dir, *run_dir.parents):
-        if folder == data or any(folder.glob("latents-*.npy")):
-            conflicts.append(f"lies in the data folder {folder}")
-        if folder != run_dir and (folder / "checkpoints").is_dir() and (folder / "metrics.jsonl").is_file():
-            conflicts.append(f"lies in the run {folder}")
-    if conflicts:
-        raise ValueError(f"run_dir={cfg.run_dir} {conflicts[0]}: give another folder, such as runs/first, or another "
-                         f"name=.")

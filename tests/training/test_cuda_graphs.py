@@ -282,8 +282,8 @@ def test_only_a_gpu_records_and_only_where_it_is_asked_to():
     assert record_passes(objective, True, torch.device("cuda"), 1) is objective
     for device, scaler, how, num_parts, kind, is_recorded in (
         ("cuda", None, "reduce-overhead", 1, "AdamW", True), ("cuda", None, True, 1, "AdamW", False),
-        ("cpu", None, "reduce-overhead", 1, "AdamW", False), ("cuda", "of fp16", "max-autotune", 1, "AdamW", False),
-        ("cuda", None, "max-autotune", 2, "AdamW", False), ("cuda", None, "max-autotune", 1, "Muon", False),
+        ("cpu", None, "reduce-overhead", 1, "AdamW", False), ("cuda", "of fp16", "reduce-overhead", 1, "AdamW", False),
+        ("cuda", None, "reduce-overhead", 2, "AdamW", False), ("cuda", None, "reduce-overhead", 1, "Muon", False),
     ):
         optimizer = SimpleNamespace(optimizer=getattr(torch.optim, kind)(weights, lr=0.1), param_groups=[
             {"params": weights}])
