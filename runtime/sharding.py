@@ -7,7 +7,7 @@ here that handles tensors returns plain ones unchanged, so that its callers need
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, TypeGuard, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -17,8 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor  # importing it takes a second
 
+Net = TypeVar("Net", bound=nn.Module)
 
-def shard(net: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
+
+def shard(net: Net, device: torch.device, dtype: torch.dtype) -> Net:
     """Moves this rank's part of each parameter of a DiT from the CPU to `device`, one block at a time.
 
     A block's linear layers are gathered when it is called, in `dtype`: float32, or autocast's, which would cast them

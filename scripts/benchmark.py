@@ -56,7 +56,8 @@ from scoring.features import EXTRACTORS, extract, load_extractor, versions
 from training import speed
 from training.cuda_graphs import Compile, record_passes, record_update
 from training.optimizers import build_optimizer
-from training.run import Sums, describe_network
+from training.run import Sums
+from training.run_record import network_record
 from training.settings import ModelSettings
 from weights.records import build_diffusion, build_network
 
@@ -190,7 +191,7 @@ def options_of(variant: str) -> set[str]:
 
 def make_network(cfg: BenchmarkSettings, variant: str, device: torch.device | str) -> DiT:
     model = ModelSettings.model_construct(**{name: getattr(cfg, name) for name in ModelSettings.model_fields})
-    network = describe_network(model, (cfg.in_channels, 0, 0), cfg.num_classes)
+    network = network_record(model, (cfg.in_channels, 0, 0), cfg.num_classes)
     network["input_size"] = math.isqrt(cfg.tokens) * network["patch_size"]
     with torch.device(device):
         return build_network(network | ({"routes": []} if variant.startswith("dit") else {}))

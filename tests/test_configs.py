@@ -21,7 +21,7 @@ from objectives import build_objective, class_of
 from rf import RF
 from routing_module import Route, Router, resolve_routes
 from runtime import schema
-from training.run import describe_network
+from training.run_record import network_record
 from training.settings import MuonSettings, TrainSettings, check_settings
 from weights.records import architecture, build_diffusion, build_network
 
@@ -44,7 +44,7 @@ def described(cfg):
     """Returns the network's keywords."""
     cfg = settings(cfg)
     shape = (cfg.data.channels or 4, cfg.data.input_size or 32, cfg.data.input_size or 32)
-    return describe_network(cfg.model, shape, cfg.data.num_classes or 1000)
+    return network_record(cfg.model, shape, cfg.data.num_classes or 1000)
 
 
 def network(cfg):

@@ -5,9 +5,9 @@ few images. torch.compile would record a graph for each block and direction, and
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
@@ -36,7 +36,7 @@ class Recorded(nn.Module):
         super().__init__()
         self.objective, self.copies, self.stream = objective, copies, torch.cuda.Stream()
         self.stretch = STRETCH if torch.distributed.is_initialized() else math.inf
-        self.passes: dict[tuple, Passes] = {}
+        self.passes: dict[tuple[Hashable, ...], Passes] = {}
         self.num_begun = 0  # phases of the routes
 
     def forward(self, x: Tensor, y: Tensor, **arrays: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -69,12 +69,13 @@ class Passes:
         weights = {name: p for name, p in objective.named_parameters() if p.requires_grad}
         # DDP keeps the autograd nodes of the weights, on the stream where it was built. A recording must not reach
         # them, so it differentiates leaves of its own in the same memory.
-        leaves = {name: nn.Parameter(p.detach()) for name, p in weights.items()}
+        leaves: dict[str, Tensor] = {name: nn.Parameter(p.detach()) for name, p in weights.items()}
         call = partial(torch.func.functional_call, objective, leaves, kwargs=self.inputs)
         casts = torch.autocast(device.type, torch.get_autocast_dtype(device.type),
                                torch.is_autocast_enabled(device.type), cache_enabled=False)
         buffers = {buffer: buffer.clone() for buffer in objective.buffers()}
-        self.forward, self.backward = torch.cuda.CUDAGraph(), []
+        self.forward = torch.cuda.CUDAGraph()
+        self.backward: list[tuple[torch.cuda.CUDAGraph, dict[nn.Parameter, Tensor]]] = []
 
         def begin_graph() -> None:
             self.backward.append((torch.cuda.CUDAGraph(), {}))
@@ -121,13 +122,13 @@ class Replay(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: object, passes: Passes, number: int, losses: Tensor, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, passes: Passes, number: int, losses: Tensor, *weights: Tensor) -> Tensor:
         ctx.passes, ctx.number = passes, number
         return losses.detach()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: object, loss_gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, loss_gradients: Tensor) -> tuple[Tensor | None, ...]:
         passes, (graph, gradients) = ctx.passes, ctx.passes.backward[ctx.number]
         if ctx.number == 0:
             passes.loss_gradients.copy_(loss_gradients)
@@ -145,26 +146,28 @@ class RecordedUpdate:
     def __init__(self, optimizer: torch.optim.Optimizer):
         self.optimizer = optimizer
         self.rates = [torch.zeros((), device=group["params"][0].device) for group in optimizer.param_groups]
-        self.graphs: dict[tuple[int, ...], tuple | None] = {}
+        self.graphs: dict[tuple[int, ...], tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor]] | None] = {}
 
-    def __call__(self, update: Callable[[], tuple[Tensor, ...]], gradients: list[Tensor]) -> tuple[Tensor, ...]:
+    def __call__(self, update: Callable[[], tuple[Tensor, Tensor]], gradients: list[Tensor]) -> tuple[Tensor, Tensor]:
         groups, addresses = self.optimizer.param_groups, tuple(map(Tensor.data_ptr, gradients))
         if addresses not in self.graphs:
             self.graphs[addresses] = None
             return update()
-        if self.graphs[addresses] is None:
+        recorded = self.graphs[addresses]
+        if recorded is None:
             graph, settings = torch.cuda.CUDAGraph(), [dict(group) for group in groups]
             for group, rate in zip(groups, self.rates, strict=True):
                 group.update(lr=rate, capturable=True)
             with torch.cuda.graph(graph, capture_error_mode=MODE):
-                self.graphs[addresses] = graph, update()
+                recorded = graph, update()
+            self.graphs[addresses] = recorded
             for group, before in zip(groups, settings, strict=True):
                 group.update(before)
         for group, rate in zip(groups, self.rates, strict=True):
             rate.fill_(group["lr"])
-        graph, results = self.graphs[addresses]
+        graph, (grad_norm, skipped) = recorded
         graph.replay()
-        return tuple(result.clone() for result in results)
+        return grad_norm.clone(), skipped.clone()
 
 
 def record_passes(

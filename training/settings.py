@@ -1,7 +1,7 @@
 """The settings of configs/config.yaml and its groups, with their types and ranges."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -35,7 +35,12 @@ from scoring.features import Features
 from training.cuda_graphs import Compile
 from training.speed import Precision
 from weights.averages import WeightsName, names_of
-from weights.records import RouteSettings, ScheduleSettings, settings_of
+from weights.records import ScheduleSettings, settings_of
+
+if TYPE_CHECKING:   # a type that is made of Route's keywords is none to a type checker
+    from weights.records import Keywords as RouteSettings
+else:
+    from weights.records import RouteSettings
 
 
 def size_of(backbone_type: str) -> str:
@@ -105,8 +110,7 @@ class DataSettings(Settings):
     grid_classes: Selection | None
 
 
-class AdamWSettings(Settings):
-    name: Literal["adamw"]
+class OptimizerSettings(Settings):
     lr: NotNegative
     betas: Annotated[tuple[Decay, Decay], Field(strict=False)]
     eps: Annotated[float, Field(ge=1e-20, le=1)]  # at 0 a gradient of 0 makes NaN
@@ -116,7 +120,11 @@ class AdamWSettings(Settings):
     clip_norm: Positive | None
 
 
-class MuonSettings(AdamWSettings):
+class AdamWSettings(OptimizerSettings):
+    name: Literal["adamw"]
+
+
+class MuonSettings(OptimizerSettings):
     name: Literal["muon"]
     matrix_lr: Positive | None = None
     momentum: Decay = 0.95
@@ -209,6 +217,13 @@ class TrainSettings(Settings):
     evaluate: EvaluateSettings
 
 
+class SizedSettings(TrainSettings):
+    """Settings of a run whose length and batch are chosen."""
+
+    steps: NonNegativeInt
+    batch_size: Count
+
+
 def check_settings(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> TrainSettings:
     """Returns the settings; raises ValueError for some that do not go together, or that would change nothing."""
     check_pairs(cfg)
@@ -217,8 +232,8 @@ def check_settings(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> Trai
     check_objective(cfg.objective)
     check_averages(cfg)
     check_scales(cfg)
-    if "optimizer.warmup_steps" in cli_overrides and (unfinished := describe_unfinished_warmup(cfg)):
-        raise ValueError(f"{unfinished} Shorten it.")
+    if "optimizer.warmup_steps" in cli_overrides and (problem := warmup_problem(cfg)):
+        raise ValueError(f"{problem} Shorten it.")
     sized = {"size", "model.backbone_type"} & cli_overrides.keys()
     return cfg.model_copy(update={name: group.model_construct(
         {key for key in SIZES[name] if f"{name}.{key}" in cli_overrides or sized and name == "model"}, **dict(group))
@@ -228,15 +243,15 @@ def check_settings(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> Trai
 def sized_like(cfg: TrainSettings, network: Mapping[str, object]) -> TrainSettings:
     """Takes the sizes that are not typed from a network's record; the shape of latents is then that of their folder."""
     model = {key: network[key] for key in SIZES["model"] if key not in cfg.model.model_fields_set}
-    data = {key: None for key in SIZES["data"] if key not in cfg.data.model_fields_set}
+    data: dict[str, object] = {key: None for key in SIZES["data"] if key not in cfg.data.model_fields_set}
     if "num_classes" in data and not cfg.new_label_table:
         data["num_classes"] = network["num_classes"]
     return cfg.model_copy(update={"model": cfg.model.model_copy(update=model),
                                   "data": cfg.data.model_copy(update=data)})
 
 
-def describe_unfinished_warmup(cfg: TrainSettings) -> str | None:
-    """Describes a warmup that is longer than the run; None for a shorter one, and where steps are not chosen yet."""
+def warmup_problem(cfg: TrainSettings) -> str | None:
+    """Writes that a warmup is longer than the run; None for a shorter one, and where steps are not chosen yet."""
     warmup, steps = cfg.optimizer.warmup_steps, cfg.steps
     if steps is None or warmup <= steps:
         return None

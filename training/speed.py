@@ -6,7 +6,7 @@ Nothing here changes what is saved: parameters keep their names and their float3
 import functools
 import importlib.util
 import inspect
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dit import DiT
-from guidance import Guidance
+from guidance import Guidance, Network
 from runtime import libraries, ranks
 from runtime.device import check_device, require_plain_launch, set_float32
 from training.cuda_graphs import Compile
@@ -33,7 +33,7 @@ def recompute_activations(model: DiT) -> None:
         block.forward = functools.partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)
 
 
-def compile_blocks(model: DiT, how: Compile) -> None:
+def compile_blocks(model: Network, how: Compile) -> None:
     """Compiles the forward pass of each block in place, with static shapes, unless `how` is False.
 
     Blocks share their graphs: one for each number of tokens, whatever the depth. Hooks on a block run outside of them:
@@ -57,8 +57,9 @@ def compile_to_sample(
     if how is None:
         scheduled = guidance is not None and tuple in (type(guidance.gamma1), type(guidance.gamma2))
         how = device.type == "cuda" and count > 1000 and not scheduled
-    for network in filter(None, (net, guidance and guidance.net2)):
-        compile_blocks(network, how)
+    compile_blocks(net, how)
+    if guidance is not None and guidance.net2 is not None:
+        compile_blocks(guidance.net2, how)
     return how
 
 
@@ -70,9 +71,11 @@ def replicate(accelerator: Accelerator, objective: nn.Module, sharded: bool = Fa
     # Not accelerate's DDP, which it leaves out for a group of one rank. More than BUCKETS exchanges cost the host more
     # than they overlap with the backward pass.
     gradients = sum(p.nbytes for p in objective.parameters() if p.requires_grad)
-    batched = {"batched_grad_copy": True} if "batched_grad_copy" in inspect.signature(DDP).parameters else {}  # of 2.15
-    replica = DDP(wrapped, device_ids=[accelerator.device.index] if accelerator.device.type == "cuda" else None,
-                  gradient_as_bucket_view=True, bucket_cap_mb=max(25, gradients / 2**20 / BUCKETS), **batched)
+    options: dict[str, Any] = {"gradient_as_bucket_view": True, "bucket_cap_mb": max(25, gradients / 2**20 / BUCKETS)}
+    if "batched_grad_copy" in inspect.signature(DDP).parameters:  # of torch 2.15
+        options["batched_grad_copy"] = True
+    device = accelerator.device
+    replica = DDP(wrapped, device_ids=[device.index] if device.type == "cuda" else None, **options)
     replica.broadcast_buffers = False  # they are the same on all ranks; DDP's argument for it is deprecated
     return replica
 
@@ -108,7 +111,7 @@ def multiply_in_float8(model: DiT, emulate: bool = False) -> None:
 
 
 def make_accelerator(
-    precision: str, grad_accum_steps: int, tf32: bool, cpu: bool = False, **options: object,
+    precision: Precision, grad_accum_steps: int, tf32: bool, cpu: bool = False, **options: object,
 ) -> Accelerator:
     """Makes training's Accelerator, with its ranks, device, autocast and gradient accumulation."""
     set_float32(tf32)

@@ -15,8 +15,7 @@ import sample
 from runtime import device
 from runtime.device import check_device, describe_device, join_ranks, require_plain_launch, set_float32
 from scripts import prepare_latents
-from training import run as run_parts
-from training import speed
+from training import run_record, speed
 from training.speed import make_accelerator
 
 
@@ -149,7 +148,7 @@ def test_tf32_reaches_matrix_products_and_convolutions_and_the_record(tf32, monk
 
 
 def test_every_command_checks_the_gpu_sets_tf32_and_records_it(shapes, tmp_path, monkeypatch):
-    for module in (device, run_parts):
+    for module in (device, run_record):
         monkeypatch.setattr(module, "multiplies_in_tf32", lambda device: "asked")
     asked, checked = [], []
     for module in (device, speed):
