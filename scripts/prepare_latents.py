@@ -23,12 +23,12 @@ from latents.images import ImageSource, ShapeSource, open_source
 from latents.labels import Columns
 from latents.listing import a_few, stamp_of
 from latents.writer import is_finished, write_folder
-from objectives.teachers import Teacher, load_teacher
+from objectives.teachers import Teacher
 from runtime.command import command
 from runtime.device import DTYPES, describe_device, join_ranks
 from runtime.schema import Count, Location, NonNegativeInt, Settings, Size, Text, one_of, read_json, refuse
 from weights import autoencoders
-from weights.reading import PYTHON, load_function
+from weights.reading import load_function
 
 # ---- settings -------------------------------------------------------------------------------------------------------
 
@@ -99,9 +99,8 @@ def encode_rows(
 
 def teach_rows(teacher: Teacher, images: torch.Tensor, precision: str, mirror: bool) -> np.ndarray:
     """Computes a teacher's tokens for uint8 images (b,H,W,3), float16 (b,N,Z)."""
-    device = teacher.mean.device
-    images = (images.flip(2) if mirror else images).permute(0, 3, 1, 2).to(device)
-    with torch.autocast(device.type, DTYPES[precision], enabled=precision != "fp32"):
+    images = (images.flip(2) if mirror else images).permute(0, 3, 1, 2)
+    with torch.autocast(teacher.device.type, DTYPES[precision], enabled=precision != "fp32"):
         return as_stored(teacher(images), "teacher's tokens")
 
 
@@ -191,7 +190,7 @@ def main(cfg: PrepareSettings) -> None:
     settings = dict(resolution=resolution, autoencoder=autoencoder, kind=kind, mirror=cfg.mirror, seed=cfg.seed,
                     precision=cfg.precision, shard_size=cfg.shard_size, tf32=cfg.tf32, fingerprint=source.fingerprint(),
                     teacher=cfg.teacher, patch_size=cfg.patch_size if cfg.teacher else None)
-    code = load_function("teacher", cfg.teacher)[1] if (cfg.teacher or "").startswith(PYTHON) else None
+    teach, code = load_function("teacher", cfg.teacher) if cfg.teacher else (None, None)
     if weights := stamps(autoencoder, code and str(code)):
         settings["weights"] = weights
     if Path(autoencoder).is_file() and (found := stamps(str(Path(autoencoder).with_name(autoencoders.STATISTICS)))):
@@ -209,12 +208,12 @@ def main(cfg: PrepareSettings) -> None:
                          f"{autoencoder} downsamples images.")
     side = resolution // vae.downsample
     teacher, arrays = None, {}
-    if cfg.teacher is not None:
+    if teach is not None:
         if side % cfg.patch_size:
             raise ValueError(f"patch_size={cfg.patch_size} does not divide the latent's side {side}: set it to the "
                              f"patch size of the network that you will train.")
         with state.main_process_first():
-            teacher = load_teacher(cfg.teacher, side // cfg.patch_size).to(state.device)
+            teacher = Teacher(teach, side // cfg.patch_size, state.device)
         shape = [(side // cfg.patch_size) ** 2, teacher.width]
         arrays["teacher"] = {"shape": shape, "dtype": "float16", "mirror": "files", "source": cfg.teacher}
 

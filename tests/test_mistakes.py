@@ -140,9 +140,8 @@ TYPED = {
         ("labels=folder", "nor one of folders, parents, names"), ("source=shapes", "labels=none", "labels=none"),
         ("labels=names", "labels=names has no class for 2 of the 2 images"), ("source=pets.zip/cat", "cat"),
         ("source=shapes", "shapes.count=5", "shapes.count=5"), ("shapes.count=50", "source=shapes"),
-        ("teacher=vit_smal", "vit_smal"), ("teacher=no.pt", "no.pt"),
-        ("teacher=efficientnet_lite0", "patch_size=3", "3"),
-        ("teacher=test_vit.r160_in1k", "test_vit.r160_in1k.safetensors"), ("patch_size=4", "teacher=<name>"),
+        ("teacher=vit_smal", "teacher=vit_smal is not python:module.function"), ("patch_size=4", "teacher=<name>"),
+        ("teacher=python:own_code.pooled", "patch_size=3", "3"),
         ("autoencoder=sd_vae_mse", "seed=3", "kind=moments"), ("seed=3", "autoencoder=identity encodes without noise"),
     ],
     "import_latents": [

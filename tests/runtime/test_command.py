@@ -55,9 +55,9 @@ def test_every_text_setting_of_every_command_is_what_was_typed(name):
 
 @pytest.mark.parametrize(("setting", "values"), [
     ("checkpoint=1_1,007", ["1_1", "007"]), ("checkpoint=2025_11_25", ["2025_11_25"]), ("seeds=range(1,3)", [1, 2]),
-    ("checkpoint='a, b',\"it's\",größe", ValueError), ("classes=[1,2],null", [[1, 2], None]), ("seeds=0,1", [0, 1]),
-    ("checkpoint='a, b',\"it's\"", ["a, b", "it's"]), ("checkpoint=choice(007,1e3)", ["007", "1e3"]),
-    ("seeds=5", [5]), ("checkpoint='a' ,'b'", ["a", "b"]), ("checkpoint=1e3,'a, b'", ValueError),
+    ("classes=[1,2],null", [[1, 2], None]), ("seeds=0,1", [0, 1]),
+    ("checkpoint='a, b',\"it's\"", ["a, b", "it's"]),
+    ("seeds=5", [5]), ("checkpoint='a' ,'b'", ["a", "b"]),
     ("guidance=cfg,null", None),
     ("routes=[{start_layer_idx: 1, end_layer_idx: 2}],[]", [[{"start_layer_idx": 1, "end_layer_idx": 2}], []]),
 ])  # fmt: skip
@@ -65,10 +65,6 @@ def test_the_values_of_a_sweep_are_each_a_job_of_what_was_typed(setting, values)
     def composed() -> list[dict]:
         return [compose("sample", SampleSettings, job) for job in jobs_of(["cpu=true", setting])]
 
-    if values is ValueError:
-        with pytest.raises(ValueError, match="quotes"):
-            composed()
-        return
     plain = composed()
     assert [each["cpu"] for each in plain] == [True] * len(plain)
     if values is None:  # a group, whose null is none
@@ -171,9 +167,7 @@ def test_text_that_reads_as_a_number_is_what_was_typed_and_odd_text_needs_quotes
     (["steps=1.5"], "steps=1.5: it should be a valid integer"),
     (["lion"], "lion is not key=value: did you mean steps=lion?"), (["name"], "write key=value"),
     (["name=[1]"], "name=[1]: it should be a valid string"),
-    (["--max-steps"], "no dashes: max-steps=<value>"),
-    (["--local-rank=0"], "comes from torch.distributed.launch: start with torchrun"),
-    (["--local_rank=0"], "torchrun"), (["--cfg", "all"], "invalid choice: 'all'"),
+    (["--max-steps"], "no dashes: max-steps=<value>"), (["--cfg", "all"], "invalid choice: 'all'"),
     (["hydra/launcher=x"], "scripts/slurm.sh"), (["name=${nmae}"], "nmae"), (["name=${name}"], "name"),
     (["-m", "name=a,b", "out=x"], "2 jobs of --multirun would write to out=x: give each its own"),
     (["-m", "out=a,b", "steps=1,0"], "steps=0: it should be greater than or equal to 1."),  # before the first job
