@@ -228,32 +228,26 @@ def test_trackers_receive_the_settings_the_rows_the_grids_and_the_scores(shown):
     assert others == [*scores[:2], *files.read_rows(run / "metrics.jsonl"), *scores[2:]]
 
 
-def start_wandb(name: str, error: Exception | None = None, log_with=("wandb",)) -> dict:
-    """Starts wandb for a run of a name, which fails by `error` if there is one; returns what wandb is started with."""
+def test_wandb_gets_the_runs_name_and_an_id_that_it_accepts_and_advice_if_it_cannot_start():
     started = []
 
-    def init_trackers(*arguments):
-        if error:
-            raise error
-        started.append(arguments[2]["wandb"])
+    def start(name: str, error: Exception | None = None, log_with=("wandb",)) -> None:
+        def init_trackers(*arguments):
+            if error:
+                raise error
+            started.append(arguments[2]["wandb"])
 
-    start_trackers(SimpleNamespace(
-        cfg=SimpleNamespace(log=SimpleNamespace(trackers=["wandb"]), name=name, model_dump=dict), folder=Path(name),
-        step=0, run_id=f"{name}-18ab", accelerator=SimpleNamespace(init_trackers=init_trackers, log_with=log_with)))
-    return started[0]
+        start_trackers(SimpleNamespace(
+            cfg=SimpleNamespace(log=SimpleNamespace(trackers=["wandb"]), name=name, model_dump=dict), folder=Path(name),
+            step=0, run_id=f"{name}-18ab", accelerator=SimpleNamespace(init_trackers=init_trackers, log_with=log_with)))
 
-
-def test_wandb_gets_the_runs_name_and_an_id_that_it_accepts():
-    started = start_wandb("lr:1e-4 #2 50% größe")
-    assert started["name"] == "lr:1e-4 #2 50% größe" and started["id"] == "lr-1e-4--2-50--gr--e-18ab"
-    assert len(start_wandb(200 * "x")["id"]) == 128
-
-
-def test_a_tracker_that_cannot_start_is_named_with_advice():
+    start("lr:1e-4 #2 50% größe"), start(200 * "x")
+    assert started[0]["name"] == "lr:1e-4 #2 50% größe" and started[0]["id"] == "lr-1e-4--2-50--gr--e-18ab"
+    assert len(started[1]["id"]) == 128
     for error, log_with, reason in ((None, (), "wandb is not installed. Run pip install wandb; for wandb also `wandb"),
                                     (RuntimeError("No API key."), ("wandb",), "could not start: No API key. Run")):
         with pytest.raises(ValueError, match=re.escape(reason)):
-            start_wandb("x", error, log_with)
+            start("x", error, log_with)
     assert load("experiment=quickstart").log.trackers == ["tensorboard"]
 
 

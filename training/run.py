@@ -99,12 +99,6 @@ class Run:
         return self.elapsed_before + time.perf_counter() - self.started
 
     @property
-    def progress(self) -> dict[str, Any]:
-        """The progress that meta.json records."""
-        return {"step": self.step, "images": self.images, "elapsed_s": self.elapsed, "run_id": self.run_id,
-                "lowest_loss": self.lowest_loss if math.isfinite(self.lowest_loss) else None}
-
-    @property
     def ema(self) -> DiT:
         return self.averages["ema"]
 

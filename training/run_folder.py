@@ -291,7 +291,9 @@ def save(run: Run) -> None:
     sums = torch.tensor([total[name] for name in run.sums.names], dtype=torch.float64)
     training = optimizer_tensors(trained_parameters(run.objective), run.optimizer) | own_state(run.objective)
     training["sums"] = sums
-    meta = {**run.progress, "scaler": accelerator.scaler and accelerator.scaler.state_dict(),
+    meta = {"step": run.step, "images": run.images, "elapsed_s": run.elapsed, "run_id": run.run_id,
+            "lowest_loss": run.lowest_loss if math.isfinite(run.lowest_loss) else None,
+            "scaler": accelerator.scaler and accelerator.scaler.state_dict(),
             "sound": not run.is_diverging(total), "planned": run.step % cfg.checkpoint.every == 0,
             **run.record, "torch": torch.__version__}
     tensors = {**{name: net.state_dict() for name, net in run.averages.items()},
