@@ -91,7 +91,7 @@ def total_norm(accelerator: Accelerator, tensors: Sequence[Tensor]) -> Tensor:
     Parts are summed over ranks at once. A plain tensor among sharded ones is the same on every rank and counts once.
     """
     sharded, plain = [t for t in tensors if is_sharded(t)], [t for t in tensors if not is_sharded(t)]
-    norms = [torch.nn.utils.get_total_norm(local_tensors(some)) for some in (sharded, plain) if some]
+    norms = [torch.nn.utils.get_total_norm(local_tensors(group)) for group in (sharded, plain) if group]
     if sharded and accelerator.num_processes > 1:
         square = norms[0].double().square()
         torch.distributed.all_reduce(square, group=sharded[0].device_mesh.get_group())

@@ -59,9 +59,8 @@ TYPED = {
         ("init_from=run", "data.num_classes=7", "new_label_table=true initialises"),
         # one setting that makes another void
         ("model=dit", "model.selection=l1", "model.selection=l1"), ("model.inverse=true", "model.selection=l1"),
-        ("ema.decay=[0.9,0.9]", "an average twice"),
         ("ema.decay=[0.9,0.5]", "samples.weights=ema-0.9", "tracks ema, ema-0.5"),
-        ("samples.weights=last", "weights=last is neither"), ("optimizer.warmup_steps=2", "50% of optimizer.lr"),
+        ("samples.weights=last", "weights=last is neither"),
         ("evaluate.every=5", "evaluate.reference=images.npz", "evaluate.features_weights=weights.pt",
          "pixels has no weights"),
         ("evaluate.every=5", "label_dropout=0", "evaluate.guidance_scales=[null,1.5]",

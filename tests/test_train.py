@@ -277,7 +277,7 @@ def test_the_first_step_of_a_process_has_a_line_and_no_row(shapes, tmp_path):
     run, small = tmp_path / "run", ("log.every=4", "model.depth=3", "model.routes=[]")
     for steps, lines in ((4, ["1/4", "4/4"]), (6, ["5/6", "6/6"])):
         out = trained(run, shapes, f"steps={steps}", *small)
-        assert "optimizer.warmup_steps=100 is longer than the run: at steps=" in out  # typed: tests/test_mistakes.py
+        assert "optimizer.warmup_steps=100 is longer than the run: at steps=" in out
         assert re.findall(r"^step (\S+)  loss \d\.\d+  .* s/step  ", out, re.MULTILINE) == lines
         assert (run / "config.yaml").read_text().splitlines()[0].removeprefix("# ") in out  # what is trained
     assert [row["step"] for row in rows(run)] == [4, 6]

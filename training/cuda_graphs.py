@@ -48,8 +48,8 @@ class Recorded(nn.Module):
         if key not in self.passes:
             self.passes[key] = Passes(self, {"x": x, "y": y, **arrays})
         passes = self.passes[key]
-        for place, argument in zip(passes.inputs.values(), (x, y, *arrays.values()), strict=True):
-            place.copy_(argument)
+        for recorded, argument in zip(passes.inputs.values(), (x, y, *arrays.values()), strict=True):
+            recorded.copy_(argument)
         passes.forward.replay()
         losses = passes.losses
         for number in reversed(range(len(passes.backward))):
@@ -86,7 +86,7 @@ class Passes:
             graph, gradients = self.backward[-1]
             gradients[weights[name]] = gradient.detach()
             remaining.discard(name)
-            if remaining and sum(each.nbytes for each in gradients.values()) >= recorded.stretch:
+            if remaining and sum(g.nbytes for g in gradients.values()) >= recorded.stretch:
                 graph.capture_end()
                 begin_graph()
 

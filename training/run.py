@@ -33,7 +33,7 @@ from scoring.score import Evaluator, available_metrics, measure_reference, open_
 from training import speed
 from training.optimizers import build_optimizer
 from training.run_record import latent_shape, run_record
-from training.settings import SamplesSettings, SizedSettings, TrainSettings, sized_like, warmup_problem
+from training.settings import SamplesSettings, SizedSettings, TrainSettings, sized_like
 from weights import autoencoders
 from weights import checkpoint as checkpoints
 from weights.averages import names_of
@@ -164,7 +164,7 @@ def open_data(cfg: TrainSettings, accelerator: Accelerator) -> Latents:
 def choose_sizes(cfg: TrainSettings, accelerator: Accelerator, count: int) -> SizedSettings:
     """Chooses a batch size or number of steps that is null by the number of latents, and prints both.
 
-    Raises ValueError for a warmup that is longer than the chosen steps; only prints a line if they were set.
+    Also prints a line for a warmup that is longer than the run.
     """
     parts = accelerator.num_processes * cfg.grad_accum_steps
     batch_size = cfg.batch_size or max(parts, min(64, count // 4) // parts * parts)
@@ -172,12 +172,10 @@ def choose_sizes(cfg: TrainSettings, accelerator: Accelerator, count: int) -> Si
     if (batch_size, steps) != (cfg.batch_size, cfg.steps):
         accelerator.print(f"For {count:,} latents: batch_size={batch_size} steps={steps}. Set either to change it.")
     check_batch_size(batch_size, count, accelerator.num_processes, cfg.grad_accum_steps)
-    sized = SizedSettings.model_construct(**dict(cfg) | {"batch_size": batch_size, "steps": steps})
-    if problem := warmup_problem(sized):
-        if cfg.steps is None:
-            raise ValueError(f"{problem} Shorten it.")
-        accelerator.print(problem)
-    return sized
+    if (warmup := cfg.optimizer.warmup_steps) > steps:
+        accelerator.print(f"optimizer.warmup_steps={warmup} is longer than the run: at steps={steps} the learning rate "
+                          f"ends at {steps / warmup:.0%} of optimizer.lr.")
+    return SizedSettings.model_construct(**dict(cfg) | {"batch_size": batch_size, "steps": steps})
 
 
 def open_decoder(

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import time
 from functools import partial
 from pathlib import Path
@@ -36,7 +37,7 @@ from training.run import Run
 from training.settings import ONLY_AT_START, WITHOUT_EFFECT, CheckpointSettings, EMASettings
 from weights import checkpoint as checkpoints
 from weights.averages import names_of
-from weights.loading import Trained, find_on_main_rank, has_weights, latest_checkpoint, load_trained, other_data
+from weights.loading import Trained, find_on_main_rank, latest_checkpoint, load_trained, other_data
 from weights.records import CheckpointRecord, DataRecord, architecture, diffusion_class, diffusion_keywords
 
 
@@ -116,14 +117,6 @@ def fixed(settings: dict[str, Any], kind: type) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key not in getattr(kind, "changeable", ())}
 
 
-def same_start(meta: dict[str, Any], path: str | None) -> bool:
-    """True if `init_from=path` names the weights that a run began with: the same path, or the same content."""
-    began = meta["init_from"]
-    if path is None or began is None or Path(path).resolve() == Path(began).resolve():
-        return (path is None) == (began is None)
-    return has_weights(path, (meta.get("parent") or {}).get("weights_sha256"))
-
-
 def check_resumable(meta: dict[str, Any], now: dict[str, Any], run_dir: Path) -> None:
     """Raises ValueError if a checkpoint's record has another network, diffusion, objective, data set or start."""
     def facts(record: dict[str, Any]) -> dict[str, Any]:
@@ -132,10 +125,9 @@ def check_resumable(meta: dict[str, Any], now: dict[str, Any], run_dir: Path) ->
                 "diffusion": fixed(diffusion, diffusion_class(diffusion["name"])),
                 "objective": fixed(objective, class_of(objective.get("name"))),
                 "data set": record["data"]["fingerprint"],
-                "init_from": record["init_from"], "optimizer": record["optimizer"]}
+                "init_from": record["init_from"] and os.path.realpath(record["init_from"]),
+                "optimizer": record["optimizer"]}
 
-    if same_start(meta, now["init_from"]):
-        meta = meta | {"init_from": now["init_from"]}
     was, is_now = facts(meta), facts(now)
     for fact in was:
         old, new = differing(was[fact], is_now[fact])

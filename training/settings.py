@@ -232,8 +232,6 @@ def check_settings(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> Trai
     check_objective(cfg.objective)
     check_averages(cfg)
     check_scales(cfg)
-    if "optimizer.warmup_steps" in cli_overrides and (problem := warmup_problem(cfg)):
-        raise ValueError(f"{problem} Shorten it.")
     sized = {"size", "model.backbone_type"} & cli_overrides.keys()
     return cfg.model_copy(update={name: group.model_construct(
         {key for key in SIZES[name] if f"{name}.{key}" in cli_overrides or sized and name == "model"}, **dict(group))
@@ -248,15 +246,6 @@ def sized_like(cfg: TrainSettings, network: Mapping[str, object]) -> TrainSettin
         data["num_classes"] = network["num_classes"]
     return cfg.model_copy(update={"model": cfg.model.model_copy(update=model),
                                   "data": cfg.data.model_copy(update=data)})
-
-
-def warmup_problem(cfg: TrainSettings) -> str | None:
-    """Writes that a warmup is longer than the run; None for a shorter one, and where steps are not chosen yet."""
-    warmup, steps = cfg.optimizer.warmup_steps, cfg.steps
-    if steps is None or warmup <= steps:
-        return None
-    return (f"optimizer.warmup_steps={warmup} is longer than the run: at steps={steps} the learning rate ends at "
-            f"{steps / warmup:.0%} of optimizer.lr.")
 
 
 def check_pairs(cfg: TrainSettings) -> None:
@@ -284,7 +273,7 @@ def check_chosen(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> None:
 
 
 def check_effect(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> None:
-    """Raises ValueError for typed settings that have no effect because of others; a preset may have some."""
+    """Raises ValueError for typed settings that have no effect because of others; an experiment may have some."""
     model = cfg.model
     for is_read, names, why in (
         (size_of(model.backbone_type) == cli_overrides.get("size"), ["size"],
@@ -306,10 +295,8 @@ def check_objective(objective: dict[str, Any]) -> None:
 
 
 def check_averages(cfg: TrainSettings) -> None:
-    """Raises ValueError for an average that is named twice, and for names of averages that the run does not track."""
+    """Raises ValueError for names of averages that the run does not track."""
     tracked = names_of(cfg.ema.decay)
-    if isinstance(cfg.ema.decay, list) and len({*cfg.ema.decay}) < len(cfg.ema.decay):
-        raise ValueError(f"ema.decay={as_text(cfg.ema.decay)} names an average twice: leave one out.")
     for key, names in (("samples.weights", [cfg.samples.weights]), ("evaluate.weights", cfg.evaluate.weights)):
         if untracked := [name for name in names if name not in tracked]:
             raise ValueError(f"{key} names {untracked[0]}, but this run tracks {', '.join(tracked)}: choose one of "
