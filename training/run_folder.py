@@ -219,34 +219,17 @@ def begin(run: Run) -> None:
 
 def restore(run: Run, folder: Path, content: dict[str, Any]) -> Meta:
     """Loads a checkpoint into a run, given its folder and its meta.json; raises ValueError if it does not fit."""
-    cfg, accelerator = run.cfg, run.accelerator
     meta = read_record(Meta, folder / "meta.json", "It does not describe a checkpoint of a run; move it away.", content)
-    run.record["parent"] = meta.parent and meta.parent.model_dump()
     with as_recorded(folder / "meta.json"):
         check_resumable(meta.model_dump(), run.record, run.folder)
-        changes = changed_settings(meta.model_dump(), run.record)
-    if meta.step > cfg.steps:
-        raise ValueError(f"{run.folder} has taken {meta.step} steps already, more than steps={cfg.steps}: raise "
-                         f"steps, or start another run with name=<another>.")
-    others = [text for key, text in changes.items() if key not in ("world", "steps")]
-    if meta.step == cfg.steps and others:
-        raise ValueError(f"{run.folder} has finished its {meta.step} steps with other settings: {'; '.join(others)}. "
-                         f"Train with these under another name=<name> or run_dir=<folder>, or continue that run with "
-                         f"a larger steps=.")
-    now = run.record["history"][-1] | {"step": meta.step}  # a new entry only if one of these or a setting has changed
-    if changed := {key: text for key, text in changes.items() if key not in ONLY_AT_START and meta.step < cfg.steps}:
-        now["changed"] = changed
-    for change in changed.values():
-        accelerator.print(f"Resuming with a change: {change}. From here on the run differs from one without the "
-                          "change.")
-    unchanged = meta.history[-1] | {"step": meta.step} == now
-    run.record["history"] = meta.history if unchanged else [*meta.history, now]
-    run.record["null_label"] = meta.null_label or (run.record["null_label"] and meta.step < cfg.steps)
-    run.step, run.images, run.elapsed_before = meta.step, meta.images, meta.elapsed_s
+        note_changes(run, meta)
+    run.record["parent"] = meta.parent and meta.parent.model_dump()
+    run.record["null_label"] = meta.null_label or (run.record["null_label"] and meta.step < run.cfg.steps)
+    run.step = run.saved = meta.step
+    run.images, run.elapsed_before = meta.images, meta.elapsed_s
+    run.lowest_loss = math.inf if meta.lowest_loss is None else meta.lowest_loss
     if meta.run_id.rpartition("-")[0] == run.folder.name:  # else it is a copy, and wandb would drop its rows as known
         run.run_id = meta.run_id
-    run.saved = run.step
-    run.lowest_loss = math.inf if meta.lowest_loss is None else meta.lowest_loss
     sharding.copy_into(run.model.state_dict(), checkpoints.load(folder, "model"))
     for name, file in stored_averages(meta, run).items():
         sharding.copy_into(run.averages[name].state_dict(), checkpoints.load(folder, file))
@@ -256,9 +239,33 @@ def restore(run: Run, folder: Path, content: dict[str, Any]) -> Meta:
         state = own_state(run.objective)
         sharding.copy_into(state, {name: training.pop(name) for name in state})
         load_optimizer(trained_parameters(run.objective), run.optimizer, training)
-    if accelerator.scaler is not None and meta.scaler is not None:
-        accelerator.scaler.load_state_dict(meta.scaler)
+    if run.accelerator.scaler is not None and meta.scaler is not None:
+        run.accelerator.scaler.load_state_dict(meta.scaler)
     return meta
+
+
+def note_changes(run: Run, meta: Meta) -> None:
+    """Prints and records how settings, code or device have changed since a checkpoint.
+
+    Raises ValueError for fewer steps than the run has taken, and for other settings of a finished run.
+    """
+    steps, changes = run.cfg.steps, changed_settings(meta.model_dump(), run.record)
+    if meta.step > steps:
+        raise ValueError(f"{run.folder} has taken {meta.step} steps already, more than steps={steps}: raise "
+                         f"steps, or start another run with name=<another>.")
+    others = [text for key, text in changes.items() if key not in ("world", "steps")]
+    if meta.step == steps and others:
+        raise ValueError(f"{run.folder} has finished its {meta.step} steps with other settings: {'; '.join(others)}. "
+                         f"Train with these under another name=<name> or run_dir=<folder>, or continue that run with "
+                         f"a larger steps=.")
+    now = run.record["history"][-1] | {"step": meta.step}  # a new entry only if one of these or a setting has changed
+    if changed := {key: text for key, text in changes.items() if key not in ONLY_AT_START and meta.step < steps}:
+        now["changed"] = changed
+    for change in changed.values():
+        run.accelerator.print(f"Resuming with a change: {change}. From here on the run differs from one without the "
+                              f"change.")
+    unchanged = meta.history[-1] | {"step": meta.step} == now
+    run.record["history"] = meta.history if unchanged else [*meta.history, now]
 
 
 def stored_averages(meta: Meta, run: Run) -> dict[str, str]:
