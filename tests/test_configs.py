@@ -11,7 +11,6 @@ from conftest import ROOT
 from hydra import compose, initialize_config_dir
 from hydra.errors import MissingConfigException
 from omegaconf import OmegaConf
-from omegaconf.errors import InterpolationResolutionError
 
 from blocks import BLOCKS
 from dit import DiT, DiT_models, multiply_adds
@@ -19,7 +18,7 @@ from edm import EDM
 from guidance import Guidance
 from objectives import build_objective, class_of
 from rf import RF
-from routing_module import Route, Router, resolve_routes
+from routing_module import Route, Router
 from runtime import schema
 from training.run_record import network_record
 from training.settings import MuonSettings, TrainSettings, check_settings
@@ -134,20 +133,6 @@ ROWS |= {f"{size}_sit_repa": (["experiment=sit_repa", f"size={size}"], SIZES[siz
 RECIPES = {"b2_sit_tread_repa": (["experiment=sit_tread", "objective=alignment", "name=b2_sit_tread_repa"], 12),
            "b2_sit_sprint": (["experiment=sit", "model=sprint", "name=b2_sit_sprint"], 12)}
 VERSION_1 = {12: [(0, 4), (6, 9)], 28: [(0, 10), (13, 21)]}  # the routes of the paper's first version, by depth
-
-
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_routes_of_an_experiment_follow_the_depth_of_another_network_or_are_refused(experiment):
-    is_first, spans = experiment == "tread_v1", {}
-    for size, depth in SIZES.items():
-        cfg = load(f"experiment={experiment}", f"model.backbone_type=DiT-{size[:-1].upper()}/2", "model.depth=null")
-        if is_first and depth not in VERSION_1:
-            with pytest.raises(InterpolationResolutionError, match=f"for 12 and 28 blocks, and DiT-L/2 has {depth}"):
-                settings(cfg)
-        else:
-            routes = resolve_routes([Route(**route) for route in cfg.model.routes], depth)
-            spans[depth] = [(route.start_layer_idx, route.end_layer_idx - depth * (not is_first)) for route in routes]
-    assert spans == (VERSION_1 if is_first else dict.fromkeys(spans, spans[12]))
 
 
 @pytest.mark.parametrize("name", ROWS | RECIPES)
