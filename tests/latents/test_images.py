@@ -6,7 +6,6 @@ import json
 import os
 import struct
 import tarfile
-import zipfile
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -18,10 +17,10 @@ from hypothesis import strategies as st
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from spoils import refused
-from test_labels import encoded, inside, numbered, parquet, png, put, put_tar, put_zip
+from test_labels import encoded, inside, numbered, parquet, png, put, put_tar, put_zip, shard
 
 from latents.decoding import SHAPES, UnreadableImage, center_crop, draw_shape, open_image, stored_bits, to_rgb
-from latents.images import ShapeSource, open_source
+from latents.images import open_shapes, open_source
 
 
 def noise(height: int, width: int, seed: int = 0) -> np.ndarray:
@@ -31,11 +30,6 @@ def noise(height: int, width: int, seed: int = 0) -> np.ndarray:
 def decoded(data: bytes, alpha: str | None = None) -> np.ndarray:
     with open_image(data) as image:
         return np.asarray(to_rgb(image, alpha))
-
-
-def npy_header() -> bytes:
-    np.save(buffer := io.BytesIO(), np.zeros((4, 8, 8, 3), np.uint8))
-    return buffer.getvalue()
 
 
 PETS = {f"{name}/{i}.png": encoded(noise(8, 8, seed=i)) for i, name in enumerate(["dog", "cat", "dog", "emu"])}
@@ -51,35 +45,31 @@ def test_a_folder_and_its_archives_are_sorted_by_class_and_name(tmp_path):
         (tmp_path / "linked" / name).symlink_to(tmp_path / "elsewhere" / name, target_is_directory=True)
     (tmp_path / "linked/cat/loop").symlink_to(tmp_path / "linked/cat", target_is_directory=True)
     put_zip(tmp_path / "a.zip", dict(reversed(PETS.items())))
-    put_zip(tmp_path / "b.part", inside("train", PETS) | {"val/ant/0.png": b""})  # known by its content
+    put_zip(tmp_path / "b.zip", inside("train", PETS) | {"val/ant/0.png": b""})
     put_tar(tmp_path / "c.tar", inside(".", PETS))
-    for name in ("elsewhere", "linked", "a.zip", "b.part/train", "c.tar"):
+    for name in ("elsewhere", "linked", "a.zip", "b.zip/train", "c.tar"):
         source = open_source(tmp_path / name)
-        assert source.class_names == ["cat", "dog", "emu"] and not source.left_out
+        assert source.class_names == ["cat", "dog", "emu"] and not source.others
         assert source.names == ["cat/1.png", "dog/0.png", "dog/2.png", "emu/3.png"]
         assert source.labels.tolist() == [0, 1, 1, 2] and source.labels.dtype == np.int64
         for index, seed in enumerate([1, 0, 2, 3]):
             assert np.array_equal(source.pixels(index), noise(8, 8, seed))
-    refused(lambda: open_source(tmp_path / "b.part/test"), "b.part has no such folder; it has train, val")
+    refused(lambda: open_source(tmp_path / "b.zip/test"), "b.zip has no such folder; it has train, val")
 
 
-def rewrite_parquet(path):
-    path.write_bytes(parquet(image=[png(1)], label=[0]))
-
-
-@pytest.mark.parametrize(("make", "change"), [
-    (lambda path: put(path, PETS), lambda path: put(path, {"cat/1.png": png(7)})),
-    (lambda path: put_zip(path, PETS), lambda path: put_zip(path, PETS | {"cat/1.png": png(7)})),
-    (lambda path: put_tar(path, PETS), lambda path: put_tar(path, PETS | {"cat/1.png": PETS["dog/0.png"]})),
-    (lambda path: put(path.parent, {path.name: parquet(image=[png(0)], label=[0])}), rewrite_parquet),
-    (lambda path: put(path, PETS), lambda path: (path / "dog/0.png").rename(path / "cat/0.png")),
-], ids=["folder", "zip", "tar", "parquet", "another class"])
-def test_an_image_that_is_replaced_changes_the_fingerprint_and_a_copy_of_a_zip_does_not(make, change, tmp_path):
-    path = tmp_path / ("x.parquet" if change is rewrite_parquet else "x")
+@pytest.mark.parametrize(("name", "make", "change"), [
+    ("x", lambda path: put(path, PETS), lambda path: put(path, {"cat/1.png": png(7)})),
+    ("x.zip", lambda path: put_zip(path, PETS), lambda path: put_zip(path, PETS | {"cat/1.png": png(7)})),
+    ("x.tar", lambda path: put_tar(path, PETS), lambda path: put_tar(path, PETS | {"cat/1.png": PETS["dog/0.png"]})),
+    ("x.parquet", lambda path: path.write_bytes(shard(0)), lambda path: path.write_bytes(shard(3))),
+    ("another class", lambda path: put(path, PETS), lambda path: (path / "dog/0.png").rename(path / "cat/0.png")),
+])
+def test_an_image_that_is_replaced_changes_the_fingerprint_and_a_copy_of_a_zip_does_not(name, make, change, tmp_path):
+    path = tmp_path / name
     make(path)
     before = open_source(path).fingerprint()
     assert open_source(path).fingerprint() == before
-    if path.is_file() and zipfile.is_zipfile(path):
+    if name == "x.zip":
         os.utime(path, (0, 0))
         assert open_source(path).fingerprint() == before
     change(path)
@@ -87,12 +77,12 @@ def test_an_image_that_is_replaced_changes_the_fingerprint_and_a_copy_of_a_zip_d
 
 
 @pytest.mark.parametrize(("name", "content", "words"), [
-    ("x.tar.gz", b"\x1f\x8b", "is not a complete, uncompressed tar"),
-    ("x.jpg", png(0), "is neither a zip, a tar nor a parquet file: write its arrays as image files, as in PIL.Im"),
-    ("x.npy", npy_header(), "x.npy is neither a zip"), ("x.mat", b"MATLAB 5.0".ljust(600), "x.mat is neither a zip"),
-    ("x.h5", b"\x89HDF\r\n\x1a\n" + bytes(600), "x.h5 is neither a zip"),
+    ("x.tar.gz", b"\x1f\x8b", "is not a .zip, an uncompressed .tar or .parquet: unpack it, as in tar xf"),
+    ("x.tar", b"\x1f\x8b", "is not a complete, uncompressed tar"),
+    *((f"x.{kind}", b"x" * 600, "is not a .zip, an uncompressed .tar or .parquet: write its arrays as image files, as")
+      for kind in ("jpg", "npy", "mat", "h5", "npz")),
     ("x.zip", b"PK", "is not a complete zip file"), ("x.parquet", b"PAR1", "x.parquet is not a complete parquet file"),
-    ("x.npz", {"arr_0.npy": b""}, "holds no images among 1 files, such as arr_0.npy"),
+    ("x.zip", {"arr_0.npy": b""}, "holds no images among 1 files, such as arr_0.npy"),
     ("train.tar", {"n01.tar": b"", "n02.tar": b""}, "n01.tar, n02.tar: unpack archives first, as in tar xf <tar> -C"),
     ("nowhere", None, "does not exist (looked from "),
 ])
@@ -102,13 +92,6 @@ def test_a_source_that_holds_no_images_is_refused(tmp_path, name, content, words
     elif content:
         (tmp_path / name).write_bytes(content)
     refused(lambda: open_source(tmp_path / name), name, words)
-
-
-def test_what_is_not_read_is_counted_and_nested_archives_get_the_command(tmp_path):
-    source = open_source(put(tmp_path, PETS | {"more.zip": b"", "cat/a.txt": "", ".cache/x.png": b""}))
-    assert dict(source.left_out) == {
-        ".cache/x.png": "is a hidden or system file", "cat/a.txt": "does not look like an image",
-        "more.zip": "is an archive: unpack it, as in tar xf <tar> -C <new folder>, or unzip -d <new folder> <zip>"}
 
 
 def test_tars_that_are_cut_short_and_links_in_tars_are_refused(tmp_path):
@@ -154,11 +137,11 @@ def test_parquet_is_the_folder_of_the_same_images_whichever_row_group_a_thread_r
             pq.write_table(table.slice(20 * part, 20), file, row_group_size=6)
         source = open_source(f"{tmp_path}/{kind}-*.parquet")
         assert source.class_names == ["cat", "dog"] and source.labels.tolist() == [i % 2 for i in numbers]
-        assert source.names[21] == f"{kind}-00001-of-00002.parquet row 1" and len(source.left_out) == 0
+        assert source.names[21] == f"{kind}-00001-of-00002.parquet row 1" and not source.others
         mixed = np.random.default_rng(0).permutation(40).tolist()
         with ThreadPoolExecutor(4) as pool:
             assert [*pool.map(lambda i, source=source: int(source.pixels(i)[0, 0, 0]), mixed)] == mixed
-        assert len(source.read.__self__.in_use) <= 4  # one row group for each thread
+        assert len(source.read.__self__.kept) == 2  # row groups
 
 
 def test_a_row_without_an_image_is_unreadable_and_files_of_other_classes_are_refused(tmp_path):
@@ -329,7 +312,7 @@ def test_the_crop_scales_by_the_shorter_side_in_adms_two_steps():
 
 
 def test_a_shape_is_a_function_of_seed_and_index():
-    source = ShapeSource(20, 3)
+    source = open_shapes(20, 3, 64)
     assert source.class_names == list(SHAPES) and source.labels.tolist() == [i % 6 for i in range(20)]
-    assert np.array_equal(source.pixels(7), draw_shape(3, 7, 16)) and source.pixels(7, 64).shape == (64, 64, 3)
-    assert len({ShapeSource(count, seed).fingerprint() for count, seed in ((20, 3), (20, 4), (21, 4))}) == 3
+    assert np.array_equal(source.pixels(7), draw_shape(3, 7, 64)) and source.pixels(7).shape == (64, 64, 3)
+    assert len({open_shapes(count, seed, 16).fingerprint() for count, seed in ((20, 3), (20, 4), (21, 4))}) == 3
