@@ -231,14 +231,24 @@ def open_latents(path: str | Path, verify: bool = False) -> Latents:
     pairs = [pair for paths in files.values() for pair in zip(paths, meta.shards, strict=True)]
     hashes = {file: shard.sha256[file.name] for file, shard in pairs if file.name in shard.sha256}
     check_hashes(record, hashes, verify)
-    stored = [*files["latents"], *files.get("mirrored", [])]
+    of_latents = [*files["latents"], *files.get("mirrored", [])]
     latents = Latents(
         str(folder), meta, convention=convention, stored=Array(rows["latents"] + rows.get("mirrored", []), "files"),
-        files=[[(file.name, file.stat().st_size) for file in stored], *hashes.values()],
+        files=[[(file.name, file.stat().st_size) for file in of_latents], *hashes.values()],
         labels=np.concatenate(labels, dtype=np.min_scalar_type(meta.num_classes - 1), casting="unsafe"),
         arrays={name: Array(rows[name] + rows.get(f"{name}_mirrored", []), array.mirror)
                 for name, array in meta.arrays.items()})
-    _check_values(latents)
+    indices, mirror = latents.probe()
+    stored = latents.read(indices, mirror)[0].astype(np.float64)
+    where = f"{folder} ({len(indices)} of {latents.count} latents checked)"
+    for name, probed in {"latents": stored, **latents.rows_of(latents.arrays, indices, mirror)}.items():
+        finite = np.isfinite(probed).reshape(len(probed), -1).all(axis=1)
+        if not finite.all():
+            raise ValueError(f"{where}: {(~finite).sum()} {name} hold NaN or infinity, such as image "
+                             f"{indices[~finite][0]}. Prepare them again; a network in half precision is the usual "
+                             f"cause.")
+    check_values(stored, latents.kind, latents.autoencoder, where, "a latent folder needs latents * scale, or [mean, "
+                 "exp(logvar / 2)] * scale for kind moments, as scripts/prepare_latents.py writes them")
     return latents
 
 
@@ -305,41 +315,26 @@ def check_labels(labels: np.ndarray, num_classes: int, where: str | Path, remedy
                          f"0..{num_classes - 1}: {remedy}.")
 
 
-def check_kind(stored: np.ndarray, kind: str, where: str, remedy: str) -> None:
-    """Raises ValueError, ending in `remedy`, if the second half of `stored`'s channels contradicts `kind`."""
-    second = stored[:, stored.shape[1] // 2 :]
+def check_values(stored: np.ndarray, kind: Kind, autoencoder: str, where: str, remedy: str) -> None:
+    """Raises ValueError, ending in `remedy`, for rows that seem to be of another kind, or to have the wrong scale."""
+    mean, second = np.split(stored, [(stored.shape[1] + 1) // 2], axis=1)
     half = f"{where}: the second half of the channels"
     if kind == "sample" and stored.shape[1] % 2 == 0 and second.max() < 0:
-        raise ValueError(f"{half} is always negative, so these look like [mean, log-variance], not samples: {remedy}")
+        raise ValueError(f"{half} is always negative, so these look like [mean, log-variance], not samples: {remedy}.")
     if kind == "moments" and second.min() < 0:
         raise ValueError(f"{half} reaches {second.min():.3g}, but a standard deviation is never negative, so these "
-                         f"look like [mean, logvar]: {remedy}")
-
-
-def _check_values(latents: Latents) -> None:
-    """Checks a few hundred latents. Raises ValueError if one is not finite or they seem to have the wrong scale."""
-    indices, mirror = latents.probe()
-    stored = latents.read(indices, mirror)[0].astype(np.float64)
-    where = f"{latents.where} ({len(indices)} of {latents.count} latents checked)"
-    for name, rows in {"latents": stored, **latents.rows_of(latents.arrays, indices, mirror)}.items():
-        finite = np.isfinite(rows).reshape(len(rows), -1).all(axis=1)
-        if not finite.all():
-            raise ValueError(f"{where}: {(~finite).sum()} {name} hold NaN or infinity, such as image "
-                             f"{indices[~finite][0]}. Prepare them again; a network in half precision is the usual "
-                             f"cause.")
-    check_kind(stored, latents.kind, where,
-               'a latent folder needs [mean, exp(logvar / 2)] * scale and "kind": "moments".')
-    mean, std = np.split(stored, 2, axis=1) if latents.kind == "moments" else (stored, np.zeros(1))
+                         f"look like [mean, logvar]: {remedy}.")
+    if kind == "sample":
+        mean, second = stored, np.zeros(1)
     low, high = mean.min(), mean.max()
-    deviation = math.sqrt(mean.var() + np.square(std).mean())  # the standard deviation of mean + std * eps
-    if latents.autoencoder == "identity":
+    deviation = math.sqrt(mean.var() + np.square(second).mean())  # the standard deviation of mean + std * eps
+    if autoencoder == "identity":
         problem = f"{where}: pixels range from {low:.4g} to {high:.4g}, but must lie in -1..1: store image / 127.5 - 1."
         is_wrong, may_be_wrong = low < -1.05 or high > 1.05, low >= 0 and high > 0.5    # pale pictures look so, too
     else:
-        problem = (f"{where}: a standard deviation of {deviation:.3g}, instead of about 1: multiply latents by the "
-                   f"autoencoder's scale exactly once, as scripts/prepare_latents.py does.")
+        problem = f"{where}: a standard deviation of {deviation:.3g}, instead of about 1: {remedy}."
         may_be_wrong = not 0.3 <= deviation <= 3    # a user's own autoencoder may have latents below
-        is_wrong = deviation > 3 or may_be_wrong and latents.autoencoder in ("sd_vae_ema", "sd_vae_mse")
+        is_wrong = deviation > 3 or may_be_wrong and autoencoder in ("sd_vae_ema", "sd_vae_mse")
     if is_wrong:
         raise ValueError(problem)
     if may_be_wrong:

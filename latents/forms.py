@@ -6,7 +6,7 @@ is unpickled.
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from io import BytesIO
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from autoencoder import SD_VAE_SCALE, Convention
+from latents.folder import Kind
 from latents.labels import parse_dataset
 from latents.listing import Listing, a_few, find_files, list_folder, list_tars, list_zip, require_one_set, stamp_of
 from runtime.files import MOST_BYTES, open_plain
@@ -38,7 +39,7 @@ class Stored:
     shape: tuple[int, ...]                      # of one latent, (C or 2C, h, w)
     stamps: list[tuple[object, ...]]            # of its files, as in latents.listing.Listing
     sides: Mapping[str, Reader]                 # latents, and mirrored if there are copies
-    kind: str = "sample"                        # one of latents.folder.KINDS, which the latent folder will have
+    kind: Kind = "sample"                       # which the latent folder will have
     autoencoder: str = "sd_vae_ema"             # a name for load_autoencoder; "none" if it can decode none of these
     convention: Convention = Convention(SD_VAE_SCALE)
     scaled: bool = False                        # whether the values are network inputs already
@@ -66,7 +67,7 @@ class Stored:
 
 
 def open_stored(
-    format: str, source: str, kind: str | None, scale: float | None, latent_norm: bool, autoencoder: str | None,
+    format: str, source: str, kind: Kind | None, scale: float | None, latent_norm: bool, autoencoder: str | None,
 ) -> Stored:
     """Opens a source in one of FORMS. Raises ValueError for files or settings that do not fit the format."""
     options: dict[str, Any] = {"tread": {"kind": kind}, "lightningdit": {"latent_norm": latent_norm}}
@@ -108,7 +109,7 @@ def convention_of(stored: Stored, source: str, channels: int, scale: float | Non
     return own or Convention(scale or 1.0)
 
 
-# ---- one npy file per array -----------------------------------------------------------------------------------------
+# ---- one npy file per latent ----------------------------------------------------------------------------------------
 
 
 def files_of(listing: Listing, suffix: str = ".npy") -> dict[str, int]:
@@ -116,28 +117,38 @@ def files_of(listing: Listing, suffix: str = ".npy") -> dict[str, int]:
     return {name.removesuffix(suffix): i for i, name in enumerate(listing.names) if name.endswith(suffix)}
 
 
-def require_labels(source: Path, latents: Collection[str], labels: Collection[str]) -> None:
-    """Raises ValueError unless each of the latents has a label and each label a latent, by their names."""
+def load(listing: Listing, file: int) -> np.ndarray:
+    """Reads an array from a file; raises ValueError for anything else."""
+    with reading(f"{listing.path}/{listing.names[file]}", "a complete npy file of numbers like the others"):
+        stored = listing.read(file)
+        return read_npy(BytesIO(stored), len(stored))
+
+
+def open_files(source: Path, listing: Listing, latents: dict[str, int], class_of: Mapping[str, object]) -> Stored:
+    """Opens one latent a file, in the order of `latents`. Raises ValueError unless each has a class and each class one.
+
+    Some writers keep the batch axis.
+    """
     if not latents:
         raise ValueError(f"source={source} holds no .npy files of latents: copy them again.")
-    if unpaired := sorted({*latents} ^ {*labels}):
-        raise ValueError(f"source={source} has {len(latents)} latents and {len(labels)} labels: {unpaired[0]!r} has no "
-                         f"{'label' if unpaired[0] in latents else 'latent'}.")
+    if unpaired := sorted(latents.keys() ^ class_of.keys()):
+        raise ValueError(f"source={source} has {len(latents)} latents and {len(class_of)} labels: {unpaired[0]!r} has "
+                         f"no {'label' if unpaired[0] in latents else 'latent'}.")
+    files = [*latents.values()]
+    first = load(listing, files[0])
 
+    def read(start: int, end: int) -> np.ndarray:
+        arrays = [load(listing, file) for file in files[start:end]]
+        for file, array in zip(files[start:end], arrays, strict=True):
+            if array.shape != first.shape:
+                raise ValueError(f"{listing.path}/{listing.names[file]} has the shape {array.shape}, but "
+                                 f"{listing.names[files[0]]} {first.shape}.")
+        return np.stack(arrays).reshape(len(arrays), *shape)
 
-def array_reader(listing: Listing, files: list[int]) -> tuple[tuple[int, ...], Reader]:
-    """Returns the common shape of the arrays in `files`, and a function that reads and stacks files start to end."""
-    def load(file: int, shape: tuple[int, ...] | None) -> np.ndarray:
-        with reading(f"{listing.path}/{listing.names[file]}", "a complete npy file of numbers like the others"):
-            stored = listing.read(file)
-            array = read_npy(BytesIO(stored), len(stored))
-            array = array[0] if array.ndim == 4 and len(array) == 1 else array  # some writers keep the batch axis
-            if array.shape != (shape or array.shape):
-                raise ValueError(f"shape {array.shape}, but {listing.names[files[0]]} {shape}")
-            return array
-
-    shape = load(files[0], None).shape
-    return shape, lambda start, end: np.stack([load(file, shape) for file in files[start:end]])
+    shape = first.shape[1:] if first.ndim == 4 and len(first) == 1 else first.shape
+    with reading(f"source={source}", "a set with one class for each latent", "correct the labels"):
+        labels = np.array([class_of[name] for name in latents])
+    return Stored(labels, shape, [*map(listing.stamp, files)], {"latents": read})
 
 
 def open_repa(source: Path) -> Stored:
@@ -158,13 +169,8 @@ def open_repa(source: Path) -> Stored:
     except ValueError as error:
         raise ValueError(f"{record} cannot be read, as {first_line(error)}.") from error
     class_of = {name.removesuffix(".npy"): label for name, label in labels.items()} or dict.fromkeys(latents, 0)
-    require_labels(listing.path, latents, class_of)
-    order = sorted(latents)
-    files = [latents[name] for name in order]
-    shape, read = array_reader(listing, files)
-    with reading(record, "a list of one class for each file", "correct it"):
-        numbers = np.array([class_of[name] for name in order])
-    return Stored(numbers, shape, [*map(listing.stamp, files)], {"latents": read}, "moments", "sd_vae_mse")
+    stored = open_files(listing.path, listing, dict(sorted(latents.items())), class_of)
+    return replace(stored, kind="moments", autoencoder="sd_vae_mse")
 
 
 def open_edm2(source: Path) -> Stored:
@@ -179,16 +185,32 @@ def open_fastdit(source: Path) -> Stored:
         raise ValueError(f"source={source} must hold one folder <name>_features and its <name>_labels, not "
                          f"{a_few(names) or 'none'}: use a folder with one.")
     features, labels = (list_folder(source / f"{names[0]}_{part}", links=False) for part in ("features", "labels"))
-    latents, classes = files_of(features), files_of(labels)
-    require_labels(source, latents, classes)
-    order = sorted(latents, key=lambda name: ([int(number) for number in re.findall(r"\d+", name)], name))
-    shape, read = array_reader(features, [latents[name] for name in order])
-    label_shape, read_labels = array_reader(labels, [classes[name] for name in order])
-    if len(shape) != 3 or math.prod(label_shape) != 1:
-        raise ValueError(f"source={source} has latents {shape} and labels {label_shape} in {order[0]}.npy: write one "
-                         f"latent and one label a file.")
-    return Stored(np.asarray(read_labels(0, len(order))).reshape(-1), shape,
-                  [features.stamp(latents[name]) for name in order], {"latents": read}, scaled=True)
+    latents = sorted(files_of(features).items(), key=lambda item: ([*map(int, re.findall(r"\d+", item[0]))], item[0]))
+    class_of = {name: load(labels, file).squeeze()[()] for name, file in files_of(labels).items()}
+    return replace(open_files(source, features, dict(latents), class_of), scaled=True)
+
+
+def open_tread(source: Path, kind: Kind | None) -> Stored:
+    """Opens tars of <key>.latent.npy and <key>.cls. TREAD trains on these values without scaling them."""
+    if kind is None:
+        raise ValueError(f"source={source}: tars do not record what they hold: set kind=sample (scaled latents, as "
+                         f"TREAD's) or kind=moments ([mean, log-variance]).")
+    tars = find_files(source)
+    if not tars:
+        raise ValueError(f"source={source} names no .tar.")
+    require_one_set(source, tars, "source")
+    listing = list_tars(tars, source)
+    if pickles := [name for name in listing.names if name.endswith(".latent")]:
+        raise ValueError(f"source={source}: {pickles[0]} is a pickle, which can run code and is never loaded: rewrite "
+                         f"the tars with the lines in docs/interop.md.")
+    latents, class_of = files_of(listing, ".latent.npy"), {}
+    if len(latents) < sum(name.endswith(".latent.npy") for name in listing.names):
+        raise ValueError(f"source={source} has two latents of one name in a tar, or in two tars of one name.")
+    for key, file in files_of(listing, ".cls").items():
+        with reading(f"source={source}: {key}.cls", "a class number", "write 0, 1, 2 …"):
+            class_of[key] = int(listing.read(file))
+    stored = open_files(source, listing, latents, class_of)
+    return replace(stored, kind=kind, scaled=kind == "sample", log_variance=kind == "moments")
 
 
 # ---- LightningDiT's safetensors -------------------------------------------------------------------------------------
@@ -242,35 +264,6 @@ def open_lightningdit(source: Path, latent_norm: bool) -> Stored:
     convention = read_statistics(statistics)
     convention.require(shapes[0][0], str(statistics))
     return replace(stored, autoencoder="none", convention=convention)
-
-
-# ---- TREAD's tars ---------------------------------------------------------------------------------------------------
-
-
-def open_tread(source: Path, kind: str | None) -> Stored:
-    """Opens tars of <key>.latent.npy and <key>.cls. TREAD trains on these values without scaling them."""
-    if kind is None:
-        raise ValueError(f"source={source}: tars do not record what they hold: set kind=sample (scaled latents, as "
-                         f"TREAD's) or kind=moments ([mean, log-variance]).")
-    tars = find_files(source)
-    if not tars:
-        raise ValueError(f"source={source} names no .tar.")
-    require_one_set(source, tars, "source")
-    listing = list_tars(tars, source)
-    if pickles := [name for name in listing.names if name.endswith(".latent")]:
-        raise ValueError(f"source={source}: {pickles[0]} is a pickle, which can run code and is never loaded: rewrite "
-                         f"the tars with the lines in docs/interop.md.")
-    latents, classes = files_of(listing, ".latent.npy"), files_of(listing, ".cls")
-    if len(latents) < sum(name.endswith(".latent.npy") for name in listing.names):
-        raise ValueError(f"source={source} has two latents of one name in a tar, or in two tars of one name.")
-    require_labels(source, latents, classes)
-    shape, read = array_reader(listing, [*latents.values()])
-    labels = np.empty(len(latents), np.int32)
-    for row, key in enumerate(latents):
-        with reading(f"source={source}: {key}.cls", "a class number", "write 0, 1, 2 …"):
-            labels[row] = int(listing.read(classes[key]))
-    return Stored(labels, shape, [*map(stamp_of, tars)], {"latents": read}, kind, scaled=kind == "sample",
-                  log_variance=kind == "moments")
 
 
 # A new format is a function above and a line here, with what its user must know.

@@ -9,8 +9,8 @@ import os
 import posixpath
 import re
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,20 +23,15 @@ NUMBER = re.compile(r"[-+]?\d*\.?\d+(e[-+]?\d+)?", re.IGNORECASE)
 NO_LABEL = {"", "nan", "na", "n/a", "<na>", "none", "null"}  # how tables write it, in any case
 
 
-@dataclass(frozen=True)
-class Columns:
+class Columns(NamedTuple):
     """The columns of parquet files and label files."""
 
     image: str = "image"
     name: str = "file_name"
     label: str = "label"
 
-    def require_read(self, *read: str, why: str) -> None:
-        """Raises ValueError if a column was set that is not among those that are `read`."""
-        unread = [f"{column}_column={value}" for column, value in vars(self).items()
-                  if column not in read and value != getattr(Columns, column)]
-        if unread:
-            raise ValueError(f"{' '.join(unread)} would change nothing: {why}.")
+
+USUAL = Columns()
 
 
 def is_no_label(value: object) -> bool:

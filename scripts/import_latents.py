@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from latents.folder import MAX_CLASSES, Kind, check_kind, check_labels
+from latents.folder import MAX_CLASSES, Kind, check_labels, check_values
 from latents.forms import FORMS, Stored, open_stored
 from latents.listing import find_files, spread
 from latents.writer import Rows, Unreadable, is_finished, write_folder
@@ -53,24 +53,17 @@ def check_settings(cfg: ImportSettings, cli_overrides: Mapping[str, str]) -> Imp
 
 
 def probe(stored: Stored, source: str) -> None:
-    """Checks some latents, spread over the source, before anything is written.
-
-    Raises ValueError if they are not finite or their root mean square is far from 1.
-    """
+    """Raises ValueError if some latents, spread over the source, are not finite or not of the kind and scale set."""
     most = max(1, 2**26 // math.prod(stored.shape))  # numbers in memory
     rows = [finite(stored.convert(read(index, index + 1)), source, index)
             for index in spread(len(stored.labels), min(NUM_PROBED, most)).tolist() for read in stored.sides.values()]
     values, scale = torch.cat(rows).double().numpy(), stored.convention.scale
-    check_kind(values, stored.kind, f"source={source}", "set kind=moments (for format=tread)" if stored.kind == "sample"
-               else "set another format=, or write them anew")
     if stored.log_variance and values[:, values.shape[1] // 2 :].min() >= 0.99 * scale:  # up to float16 rounding
         raise ValueError(f"source={source}: the second half of the channels is never below 0, so it looks like "
                          f"standard deviations, but log-variances are expected here: write 2 * log(std) instead.")
-    rms = math.sqrt(np.square(values).mean() * (2 if stored.kind == "moments" else 1))  # of mean + std * eps
-    if not 0.2 < rms < 4:
-        how = "values as stored" if stored.scaled else f"scale={scale:g}"
-        raise ValueError(f"source={source} has latents whose root mean square is {rms:.3g} instead of about 1, read "
-                         f"with {how}: set format= or scale=.")
+    how = "values as stored" if stored.scaled else f"scale={scale:g}"
+    check_values(values, stored.kind, stored.autoencoder, f"source={source}, read with {how}",
+                 "set another format=, kind= or scale=, or write them anew")
 
 
 def finite(rows: torch.Tensor, source: str, first: int) -> torch.Tensor:

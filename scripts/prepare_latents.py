@@ -21,7 +21,7 @@ from autoencoder import Autoencoder
 from latents.decoding import SHAPES, UnreadableImage
 from latents.folder import Kind
 from latents.images import ImageSource, open_shapes, open_source
-from latents.labels import Columns
+from latents.labels import WAYS, Columns
 from latents.listing import a_few, stamp_of
 from latents.writer import Rows, Unreadable, is_finished, write_folder
 from objectives.teachers import Teacher, load_teacher
@@ -129,6 +129,10 @@ def check_settings(cfg: PrepareSettings, cli_overrides: Mapping[str, str]) -> Pr
                why="source=shapes has classes of its own")
     else:
         refuse(cli_overrides, "shapes", why="only source=shapes reads it")
+        if not (cfg.labels or "").endswith(".csv"):
+            refuse(cli_overrides, "name_column", why="only labels=<file>.csv reads it")
+        if cfg.labels in WAYS:
+            refuse(cli_overrides, "label_column", why=f"labels={cfg.labels} reads no column")
     if cfg.teacher is None:
         refuse(cli_overrides, "patch_size", why="only teacher=<name> reads it, as the patch size of your network")
     return cfg.model_copy(update={

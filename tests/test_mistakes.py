@@ -141,6 +141,8 @@ TYPED = {
         ("source=empty", "empty"), ("kind=mean", "kind=mean"), ("autoencoder=vqgan", "vqgan"),
         ("out=images.npz", "images.npz"), ("out=pets", "pets"), ("out=latents", "latents"),
         ("labels=folder", "nor one of folders, cls, none"), ("source=pets.zip/cat", "cat"),
+        ("labels=folders", "label_column=kind", "label_column=kind would change nothing: labels=folders"),
+        ("name_column=kind", "name_column=kind would change nothing: only labels=<file>.csv"),
         ("source=shapes", "labels=folders", "labels=folders would change nothing: source=shapes"),
         ("source=shapes", "shapes.count=5", "shapes.count=5"), ("shapes.count=50", "source=shapes"),
         ("teacher=vit_smal", "vit_smal"), ("teacher=no.pt", "no.pt"),

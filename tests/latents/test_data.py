@@ -308,7 +308,7 @@ BAD = [  # what is wrong with a folder, words
     (array(LATENTS, lambda a: a * np.nan), "40 latents hold NaN or infinity, such as image 40"),
     (latents(numbered(), INFINITE), "1 latents hold NaN or infinity, such as image 41"),
     (latents(numbered() * 99, autoencoder="identity", scale=1.0), "lie in -1..1: store image / 127.5 - 1"),
-    *((latents(numbered() * factor), "instead of about 1: multiply latents by the autoencoder's scale exactly once")
+    *((latents(numbered() * factor), "instead of about 1: a latent folder needs latents * scale, or [mean")
       for factor in (9, 0.2)),
     (moments(numbered(), numbered() - 9), "is never negative, so these look like [mean, logvar]"),
     (moments(numbered() * 4.7, abs(numbered()) * 0.01), "a standard deviation of 4.68, instead of about 1"),

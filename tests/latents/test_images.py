@@ -105,13 +105,8 @@ def test_tars_that_are_cut_short_and_links_in_tars_are_refused(tmp_path):
     refused(lambda: open_source(tmp_path / "good.tar"), "cat/link.png, a link, device", "tar --dereference --hard")
 
 
-def test_names_that_no_code_page_is_known_for_are_refused(tmp_path):
-    path = put_zip(tmp_path / "x.zip", {"caf_/0.png": b"", "bar/0.png": b""})
-    marked = put_zip(tmp_path / "utf8.zip", numbered("café/0.png", "bar/1.png"))
-    assert open_source(marked).class_names == ["bar", "café"]
-    path.write_bytes(path.read_bytes().replace(b"caf_", b"caf\x82"))  # é in code page 437 and 850
-    refused(lambda: open_source(path), "1 names that are neither ASCII nor marked as UTF-8, such as café/0.png",
-            "python -m zipfile --metadata-encoding utf-8 -e")
+def test_names_that_are_not_utf8_are_refused(tmp_path):
+    assert open_source(put_zip(tmp_path / "x.zip", numbered("café/0.png", "bar/1.png"))).class_names == ["bar", "café"]
     put(tmp_path / "set", numbered("cafe/0.png", "bar/1.png"))
     (tmp_path / "set/cafe").rename(os.fsdecode(os.fsencode(tmp_path) + b"/set/caf\xe9"))
     refused(lambda: open_source(tmp_path / "set"), r"not UTF-8, 'caf\udce9/0.png': rename", "convmv -f latin1")
@@ -165,7 +160,7 @@ def test_every_kind_of_8_bit_image_becomes_rgb():
     for kind in ("png", "tiff", "ppm"):
         assert np.array_equal(np.unique(decoded(encoded(rgb.convert("1"), kind))), [0, 255])
     assert np.array_equal(decoded(encoded(rgb.quantize(16))), rgb.quantize(16).convert("RGB"))
-    for kind in ("bmp", "ppm", "tiff", "webp", "jpeg2000", "avif", "jpeg"):
+    for kind in ("bmp", "ppm", "tiff", "webp", "jpeg"):
         smooth = Image.new("RGB", (16, 16), (200, 100, 50))
         assert np.abs(decoded(encoded(smooth, kind)).astype(int) - [200, 100, 50]).max() < 4, kind
     cyan = decoded(encoded(Image.new("CMYK", (8, 8), (255, 0, 0, 0)), "jpeg")).astype(int)
@@ -222,12 +217,13 @@ FRAMES = [Image.fromarray(noise(8, 8, seed)) for seed in (1, 2)]
     *((content, "more than 8 bits a value: scale them from the range that you know") for content in (
         b"P6\n# 12 bits in 16\n4 4 65535\n" + TWELVE.astype(">u2").tobytes(), b"P3\n1 1\n4095\n9 9 9\n",
         encoded(TWELVE[..., 0]), encoded(TWELVE[..., 0], "tiff"), encoded(TWELVE[..., 0], "ppm"),
-        encoded(TWELVE[..., 0], "jpeg2000"), encoded(TWELVE[..., 0].astype(np.int32), "tiff"),
+        encoded(TWELVE[..., 0].astype(np.int32), "tiff"),
         encoded(TWELVE[..., 0].astype(np.float32), "tiff"))),
     *((encoded(FRAMES[0], kind, save_all=True, append_images=FRAMES[1:]), "several frames or pages: save each")
-      for kind in ("gif", "tiff", "webp", "png", "avif")),
+      for kind in ("gif", "tiff", "webp", "png")),
     (encoded(Image.new("LAB", (4, 4)), "tiff"), "colours of mode LAB: save it as RGB"),
-    (b"", "not an image of a known kind"), (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%End\n", "not an im"),
+    *((content, "not an image of a known kind") for content in (b"", encoded(FRAMES[0], "avif"))),
+    (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%End\n", "not an im"),
     (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a pointer of Git LFS: run git lfs pull"),
     (encoded(noise(64, 64), "jpeg")[:-54], "image file is truncated"), (encoded(noise(64, 64))[:500], "truncated"),
 ])  # fmt: skip
@@ -238,15 +234,13 @@ def test_files_without_one_meaning_in_8_bits_are_left_out_with_a_line_that_helps
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("kind", "mark", "offset", "value", "bits"), [
-    ("png", b"IHDR", 12, 16, 16), ("jpeg2000", b"\xff\x4f\xff\x51", 42, 11, 12), ("avif", b"pixi", 9, 12, 12)])
-def test_colours_of_more_than_8_bits_are_known_by_their_headers(kind, mark, offset, value, bits):
+def test_colours_of_more_than_8_bits_are_known_by_a_pngs_header():
     """Pillow writes none of these, so the byte that says it is set."""
-    data = bytearray(encoded(noise(16, 16), kind))
+    data = bytearray(encoded(noise(16, 16)))
     with Image.open(io.BytesIO(data)) as image:
         assert stored_bits(image, data) == 8
-        data[data.index(mark) + offset] = value
-        assert stored_bits(image, data) == bits
+        data[data.index(b"IHDR") + 12] = 16
+        assert stored_bits(image, data) == 16
 
 
 def signed_tiff() -> bytes:
@@ -257,10 +251,9 @@ def signed_tiff() -> bytes:
     return struct.pack("<2sHI", b"II", 42, 8) + ifd + bytes([0, 127, 128, 255])
 
 
-@pytest.mark.parametrize("content", [signed_tiff(), encoded(Image.new("L", (4, 4), 7), "jpeg2000", signed=True)])
-def test_signed_values_are_left_out_as_pillow_shifts_them(content):
-    with pytest.raises(UnreadableImage, match="signed values: map them to 0..255"):
-        decoded(content)
+def test_signed_values_are_left_out_as_pillow_reads_them_as_unsigned():
+    with pytest.raises(UnreadableImage, match="signed values, which Pillow reads as unsigned: map them to 0..255"):
+        decoded(signed_tiff())
 
 
 def test_a_phones_photograph_is_one_image_and_its_exif_orientation_is_not_applied_as_in_adm():
