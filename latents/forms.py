@@ -19,7 +19,7 @@ import torch
 from autoencoder import SD_VAE_SCALE, Convention
 from latents.folder import Kind
 from latents.labels import parse_dataset
-from latents.listing import Listing, a_few, find_files, list_folder, list_tars, list_zip, require_one_set, stamp_of
+from latents.listing import Listing, a_few, list_folder, list_source, list_zip, require_one_set, stamp_of
 from runtime.files import MOST_BYTES, open_plain
 from runtime.schema import first_line, typed
 from runtime.untrusted import read_npy, reading
@@ -195,17 +195,13 @@ def open_tread(source: Path, kind: Kind | None) -> Stored:
     if kind is None:
         raise ValueError(f"source={source}: tars do not record what they hold: set kind=sample (scaled latents, as "
                          f"TREAD's) or kind=moments ([mean, log-variance]).")
-    tars = find_files(source)
-    if not tars:
-        raise ValueError(f"source={source} names no .tar.")
-    require_one_set(source, tars, "source")
-    listing = list_tars(tars, source)
+    listing = list_source(source)
     if pickles := [name for name in listing.names if name.endswith(".latent")]:
         raise ValueError(f"source={source}: {pickles[0]} is a pickle, which can run code and is never loaded: rewrite "
                          f"the tars with the lines in docs/interop.md.")
     latents, class_of = files_of(listing, ".latent.npy"), {}
-    if len(latents) < sum(name.endswith(".latent.npy") for name in listing.names):
-        raise ValueError(f"source={source} has two latents of one name in a tar, or in two tars of one name.")
+    if len({*listing.names}) < len(listing):
+        raise ValueError(f"source={source} has two files of one name in a tar, or in two tars of one name.")
     for key, file in files_of(listing, ".cls").items():
         with reading(f"source={source}: {key}.cls", "a class number", "write 0, 1, 2 …"):
             class_of[key] = int(listing.read(file))

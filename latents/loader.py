@@ -20,9 +20,6 @@ Job = TypeVar("Job")
 Read = TypeVar("Read")
 
 
-# ---- batches --------------------------------------------------------------------------------------------------------
-
-
 def batches(latents: Latents, batch_size: int, *, seed: int, rank: int = 0, world: int = 1, start: int = 0,
             pin: bool = False, arrays: Iterable[str] = ()) -> Iterator[Batch]:
     """Yields this rank's share of each global batch, without end.

@@ -358,7 +358,7 @@ REFUSED = [  # what was brought, settings, words
     (made(write_tread, values=normal(COUNT, 8, 8, 4)), TREAD, "R, R), channels first"),
     (made(write_tread, values=normal(COUNT, 4, 8, 16)), TREAD, "images that are not square"),
     (made(write_tread, values=np.full((COUNT, 4, 8, 8), np.nan, np.float32)), TREAD, "not finite"),
-    (with_key_twice, TREAD, "two latents of one name in a tar"),
+    (with_key_twice, TREAD, "two files of one name in a tar"),
     (tar_of(a_cls=b"1", a_jpg=b"x"), TREAD, "no .npy files of latents"),
     (tar_of(a_cls=b"1", a_latent_npy=SAMPLE, b_cls=b"1"), TREAD, "1 latents and 2 labels: 'b' has no l"),
     (tar_of(a_cls=b"cat", a_latent_npy=SAMPLE), TREAD, "a.cls is not a class number (invalid literal"),
