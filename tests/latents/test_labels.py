@@ -45,13 +45,13 @@ def put(root: Path, files: dict[str, bytes | str]) -> Path:
     return root
 
 
-def put_zip(path: Path, files: dict[str, bytes | str]) -> Path:
+def put_zip(path: Path, files: dict[str, bytes | str], how: int = zipfile.ZIP_STORED) -> Path:
     """Writes a zip, of Windows if it is called dos.zip."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(path, "w") as archive:
         for name, content in files.items():
             info = zipfile.ZipInfo(name)
-            info.create_system = 0 if path.name == "dos.zip" else 3
+            info.create_system, info.compress_type = 0 if path.name == "dos.zip" else 3, how
             archive.writestr(info, content)
     return path
 
