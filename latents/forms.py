@@ -72,14 +72,12 @@ def open_stored(
     """Opens a source in one of FORMS. Raises ValueError for files or settings that do not fit the format."""
     options: dict[str, Any] = {"tread": {"kind": kind}, "lightningdit": {"latent_norm": latent_norm}}
     stored = FORMS[format][0](Path(source), **options.get(format, {}))
-    if math.prod(stored.shape) > MOST_ELEMENTS:
-        raise ValueError(f"source={source} holds arrays of shape {stored.shape}, which have more than "
-                         f"{MOST_ELEMENTS:,} numbers each: they are no latents.")
-    channels, *sides = stored.shape if min(stored.shape, default=0) > 0 else (0,)
-    if len(sides) != 2 or sides[0] != sides[1] or stored.kind == "moments" and channels % 2:
+    channels, *sides = stored.shape or (0,)
+    if (len(sides) != 2 or sides[0] != sides[1] or not 0 < math.prod(stored.shape) <= MOST_ELEMENTS
+            or stored.kind == "moments" and channels % 2):
         raise ValueError(f"source={source} holds arrays of shape {stored.shape}, but latents have (C, R, R), channels "
-                         f"first, and moments an even C. Another shape means another format, or images that are not "
-                         f"square.")
+                         f"first, at most {MOST_ELEMENTS:,} numbers, and moments an even C. Another shape means "
+                         f"another format, or images that are not square.")
     stored = replace(stored, autoencoder=autoencoder or stored.autoencoder, scaled=stored.scaled and scale is None)
     channels //= 2 if stored.kind == "moments" else 1
     if stored.autoencoder in HUB_NAMES and channels != 4:

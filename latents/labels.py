@@ -3,7 +3,6 @@
 docs/data.md has the lines of pandas that bring other label files into the forms that are read here.
 """
 
-import csv
 import io
 import os
 import posixpath
@@ -148,13 +147,10 @@ def read_label_file(file: str, listing: Listing, columns: Columns) -> dict[str, 
         raise ValueError(f"labels={file} is not a file, looked for from {Path.cwd()}, nor one of {', '.join(WAYS)}.")
     try:
         content = Path(file).read_bytes() if Path(file).is_file() else listing.read(listing.names.index(name))
-        if kind == ".json":
-            return parse_dataset(content)
-        if kind != ".csv":
-            raise ValueError("its suffix is neither .csv nor .json: write a .csv, as docs/data.md shows")
-        text = io.StringIO(content.decode("utf-8-sig"), newline="")
-        return by_name(read_columns([*csv.reader(text, strict=True)], columns))
-    except (ValueError, csv.Error) as error:
+        if kind in (".json", ".csv"):
+            return parse_dataset(content) if kind == ".json" else parse_csv(content, columns)
+        raise ValueError("its suffix is neither .csv nor .json: write a .csv, as docs/data.md shows")
+    except ValueError as error:
         raise ValueError(f"labels={file} cannot be read, as {first_line(error)}.") from error
 
 
@@ -169,6 +165,19 @@ def parse_dataset(content: bytes) -> dict[str, object]:
     return by_name(pairs)
 
 
+def parse_csv(content: bytes, columns: Columns) -> dict[str, object]:
+    """Reads two columns of a table whose first row names them; raises ValueError if they are not there."""
+    from pyarrow import csv, string
+
+    wanted = (columns.name, columns.label)
+    table = csv.read_csv(io.BytesIO(content), parse_options=csv.ParseOptions(newlines_in_values=True),
+                         convert_options=csv.ConvertOptions(column_types=dict.fromkeys(wanted, string())))
+    if any(table.column_names.count(name) != 1 for name in wanted):
+        raise ValueError(f"it has the columns {a_few([name or '(no name)' for name in table.column_names], 12)}, not "
+                         f"{' and '.join(wanted)}: set name_column= and label_column=")
+    return by_name(zip(*(table[name].to_pylist() for name in wanted), strict=True))
+
+
 def by_name(pairs: Iterable[Sequence[object]]) -> dict[str, object]:
     """Maps names, without ./ at the start, to classes; raises ValueError for a name of two classes, or of no text."""
     label_of: dict[str, object] = {}
@@ -179,18 +188,6 @@ def by_name(pairs: Iterable[Sequence[object]]) -> dict[str, object]:
         if before is not label and before != label:  # NaN is not equal to itself
             raise ValueError(f"it gives {name} two classes")
     return label_of
-
-
-def read_columns(rows: list[list[str]], columns: Columns) -> list[tuple[str, str]]:
-    """Returns the two columns of a table whose first row names them; raises ValueError if they are not there."""
-    heads = rows[0] if rows else []
-    if heads.count(columns.name) != 1 or heads.count(columns.label) != 1:
-        raise ValueError(f"it has the columns {a_few([head or '(no name)' for head in heads], 12) or 'none'}, not "
-                         f"{columns.name} and {columns.label}: set name_column= and label_column=")
-    if odd := next((number for number, row in enumerate(rows, 1) if row and len(row) != len(heads)), None):
-        raise ValueError(f"row {odd} has {len(rows[odd - 1])} columns and the first row {len(heads)}")
-    name, label = heads.index(columns.name), heads.index(columns.label)
-    return [(row[name], row[label]) for row in rows[1:] if row]
 
 
 # ---- the only way ---------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -108,46 +108,42 @@ def write_folder(
 
 
 @contextmanager
-def npy_appender(path: Path, like: np.ndarray) -> Iterator[Callable[[np.ndarray], None]]:
-    """Yields a function that appends rows (n, …) with the type and row shape of `like` directly to an npy v1 file."""
-    count = 0
+def npy_file(path: Path, like: np.ndarray) -> Iterator[BinaryIO]:
+    """Yields a file to write rows of the type and shape of those of `like` to, which becomes an npy v1 file."""
+    row = like[0]
 
-    def write_header() -> None:
-        header = {"descr": np.lib.format.dtype_to_descr(like.dtype), "fortran_order": False,
-                  "shape": (count, *like.shape[1:])}
-        np.lib.format.write_array_header_1_0(file, header)
-
-    def append(rows: np.ndarray) -> None:
-        nonlocal count
-        file.write(np.ascontiguousarray(rows).data)
-        count += len(rows)
+    def write_header(count: int) -> None:   # numpy pads headers so that the first axis can grow in place
+        np.lib.format.write_array_header_1_0(file, {
+            "descr": np.lib.format.dtype_to_descr(row.dtype), "fortran_order": False, "shape": (count, *row.shape)})
 
     with atomic_write(path) as partial, open(partial, "wb") as file:
-        write_header()
+        write_header(0)
         first_byte = file.tell()
-        yield append
+        yield file
+        count = (file.tell() - first_byte) // row.nbytes
         file.seek(0)
-        write_header()  # numpy pads headers so that the first axis can grow in place
+        write_header(count)
         assert file.tell() == first_byte
 
 
 def write_shard(out: Path, shard: int, batches: Iterable[tuple[Rows, Unreadable]]) -> None:
     """Writes one shard and then its record, which marks it as complete."""
     count, content, unreadable = 0, 0, []
-    writers: dict[Path, Callable[[np.ndarray], None]] = {}
+    opened: dict[Path, BinaryIO] = {}
     with ExitStack() as stack:
         for rows, reasons in batches:
             for name, part in rows.items():
                 file = out / f"{name}-{shard:05d}.npy"
-                if file not in writers:
-                    writers[file] = stack.enter_context(npy_appender(file, part))
-                writers[file](part)
-                content += sum(int(hashlib.sha256(name.encode() + row.tobytes()).hexdigest(), 16) for row in part)
+                if file not in opened:
+                    opened[file] = stack.enter_context(npy_file(file, part))
+                for row in part:
+                    opened[file].write(row.tobytes())
+                    content += int.from_bytes(hashlib.sha256(name.encode() + row.tobytes()).digest())
             count += len(rows["labels"]) if rows else 0
             unreadable += reasons
     write_json(out / f"record-{shard:05d}.json", {
         "count": count, "unreadable": unreadable, "content": f"{content:x}",
-        "sha256": {file.name: sha256(file) for file in writers}})
+        "sha256": {file.name: sha256(file) for file in opened}})
 
 
 def read_records(

@@ -91,7 +91,7 @@ def main(cfg: ImportSettings) -> None:
     is_mirrored = len(stored.sides) > 1
     meaning = {"kind": stored.kind, "autoencoder": stored.autoencoder, "scaled": stored.scaled,
                "log_variance": stored.log_variance, **stored.convention.record()}
-    facts = json.dumps([labels.tolist(), stored.shape, meaning, stored.stamps])
+    facts = json.dumps([labels.tolist(), stored.shape, stored.stamps])
     settings = dict(format=cfg.format, mirrored=is_mirrored, num_classes=num_classes, shard_size=cfg.shard_size,
                     **meaning, fingerprint=hashlib.sha256(facts.encode()).hexdigest()[:32])
     probe(stored, cfg.source)
@@ -109,11 +109,8 @@ def main(cfg: ImportSettings) -> None:
         return parts | {"labels": labels[rows.start : rows.stop]}, []
 
     channels, side = stored.shape[0] // (2 if stored.kind == "moments" else 1), stored.shape[1]
-    metadata = {
-        "shape": [channels, side, side], "kind": stored.kind, "mirrored": is_mirrored, "num_classes": num_classes,
-        "class_names": None, "autoencoder": stored.autoencoder, **stored.convention.record(), "source": cfg.source,
-        "imported": {"format": cfg.format, "scaled": stored.scaled, "log_variance": stored.log_variance},
-    }
+    metadata = {"shape": [channels, side, side], "mirrored": is_mirrored, "num_classes": num_classes,
+                "class_names": None, "source": cfg.source, "imported": {"format": cfg.format}, **meaning}
     write_folder(out, settings, metadata, count, shard_size=cfg.shard_size, batch_size=CHUNK, read=read, encode=encode,
                  state=state)
 

@@ -152,18 +152,15 @@ def main(cfg: PrepareSettings) -> None:
               open_source(cfg.source, cfg.labels, Columns(cfg.image_column, cfg.name_column, cfg.label_column)))
     names, present = source.class_names, len(np.unique(source.labels))
     without = f", {len(names) - present} of them without images" if present < len(names) else ""
-    others = f" ({a_few(source.others)})" if source.others else ""
     state.print(f"{cfg.source}: {len(source):,} images, classes: {len(names)} ({a_few(names)}){without}, "
-                f"other files: {len(source.others)}{others}")
+                f"other files: {len(source.others)} ({a_few(source.others) or 'none'})")
 
     settings = dict(resolution=resolution, autoencoder=autoencoder, kind=kind, mirror=cfg.mirror,
                     precision=cfg.precision, shard_size=cfg.shard_size, tf32=cfg.tf32, fingerprint=source.fingerprint(),
                     teacher=cfg.teacher, patch_size=cfg.patch_size if cfg.teacher else None)
-    weights = [Path(autoencoder)]
-    if Path(autoencoder).is_file():
-        weights.append(Path(autoencoder).with_name(autoencoders.STATISTICS))
-    if cfg.teacher and cfg.teacher.startswith(PYTHON) and (code := load_function("teacher", cfg.teacher)[1]):
-        weights.append(Path(code))
+    weights = [Path(autoencoder), Path(autoencoder).with_name(autoencoders.STATISTICS)]
+    if cfg.teacher and cfg.teacher.startswith(PYTHON):
+        weights.append(load_function("teacher", cfg.teacher)[1])
     if found := stamps(*weights):
         settings["weights"] = found
     if is_finished(out, settings, state.is_main_process):

@@ -223,7 +223,7 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
                                     {"labels": "x.csv", "name": "fname", "label": "kind"}, RIGHT),
     "Excel's semicolons": (FLAT | {"x.csv": table("\ufefffile_name;label\n", "{0};{1}")}, "", {"labels": "x.csv"},
                            ["it has the columns file_name;label, not"]),
-    "a short row": (FLAT | {"x.csv": table(HEAD, "{0}")}, "", BY_CSV, ["row 2 has 1 columns"]),
+    "a short row": (FLAT | {"x.csv": table(HEAD, "{0}")}, "", BY_CSV, ["Expected 2 columns, got 1: 0000.png"]),
     "no row": (FLAT | {"x.csv": HEAD}, "", BY_CSV, ["x.csv has no labels: set labels=none"]),
     "numbers as labels": (FLAT | {"x.csv": table(HEAD, "{0},{i}")}, "", BY_CSV, "0 1 2 3 4 5"),
     "pandas' floats": (FLAT | {"x.csv": table(HEAD, "{0},{i}.0")}, "", BY_CSV, ["the label 0.0: number classes 0, 1"]),
