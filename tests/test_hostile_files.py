@@ -519,6 +519,7 @@ LATENT = np.linspace(-2, 2, 4 * 8 * 8, dtype=np.float16).reshape(4, 8, 8)
 READERS: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]] = {  # what writes a file, what reads it
     "x.zip": (lambda file: put_zip(file, {"a/0.png": png(0), "b/1.png": png(0)}), read_all_pixels),
     "x.tar": (lambda file: put_tar(file, {"a.latent.npy": npy(LATENT), "a.cls": b"0"}), read_tar),
+    "images.tar": (lambda file: put_tar(file, {"a/0.png": png(0), "b/1.png": png(1)}), read_all_pixels),
     "x.npz": (lambda file: np.savez(file, mu=np.zeros(192), sigma=np.eye(192), size=np.array([8, 8])),
               lambda file: reference(file.parent)),
     "images.npz": (lambda file: np.savez_compressed(file, arr_0=np.zeros((2, 8, 8, 3), np.uint8)),
