@@ -197,8 +197,6 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
                                     {"labels": "metadata.csv"}, RIGHT),
     "metadata.csv beside class folders": (MRI | {"Training/metadata.csv": "a,b\n"}, "Training", {}, [
         "set one: labels=folders (glioma, none); labels=", "/metadata.csv; labels=none (one class); or"]),
-    "metadata.csv of other columns": (MRI | {"Training/metadata.csv": "a,b\n"}, "Training", {
-        "labels": "Training/metadata.csv"}, ["has the columns a, b, not file_name and label: set name_column="]),
     **{f"metadata.{kind} beside class folders": (MRI | {f"Training/metadata.{kind}": b"{}"}, "Training", {}, [
         f"labels=none (one class); or labels=<file>.csv, as docs/data.md shows, also from metadata.{kind}."])
        for kind in ("jsonl", "parquet")},
@@ -214,11 +212,8 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     "names from find": (FLAT | {"x.csv": table(HEAD, "./{0},{1}")}, "", BY_CSV, RIGHT),
     "one name in two forms": (FLAT | {"x.csv": f"{HEAD}0.png,a\n./0.png,b\n"}, "", BY_CSV, ["gives ./0.png two cl"]),
     "one name twice, of one class": (FLAT | {"x.csv": table(HEAD, "{0},{1}", ROWS + ROWS[:1])}, "", BY_CSV, RIGHT),
-    "two labels of one image": (FLAT | {"x.csv": f"{HEAD}0.png,a\n0.png,b\n"}, "", BY_CSV, ["gives 0.png two classes"]),
     "anno_train.csv without header": (FLAT | {"anno_train.csv": CARS}, "", {"labels": "anno_train.csv"},
-                                      ["the columns 0000.png, 0, 2, 300, 400, 0, not file_name and la"]),
-    "pandas' index": (FLAT | {"x.csv": table(",fname,kind\n", "{i},{0},{1}")}, "", {"labels": "x.csv"},
-                      ["it has the columns (no name), fname, kind, not file_name and label: set"]),
+                                      ["0000.png, 0, 2, 300, 400, 0, not file_name and label: set name_column="]),
     "pandas' index, with columns": (FLAT | {"x.csv": table(",fname,kind\n", "{i},{0},{1}")}, "",
                                     {"labels": "x.csv", "name": "fname", "label": "kind"}, RIGHT),
     "Excel's semicolons": (FLAT | {"x.csv": table("\ufefffile_name;label\n", "{0};{1}")}, "", {"labels": "x.csv"},
