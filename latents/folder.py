@@ -123,7 +123,7 @@ class Latents:
 
     where: str                                  # a name for messages
     meta: Metadata
-    files: list[object]                         # their names, sizes and hashes
+    files: list[object]                         # their names and sizes, and hashes of the content
     convention: Convention                      # turns the autoencoder's latents into the network's
     labels: np.ndarray                          # (count,)
     stored: Array                               # the latents
@@ -138,7 +138,7 @@ class Latents:
         self.count, self.classes = len(self.labels), np.unique(self.labels).tolist()
         # The index of each shard's first image, and the count at the end.
         self.starts = np.cumsum([0, *(shard.count for shard in meta.shards)])
-        files, *hashes = [[], meta.content] if meta.content else self.files
+        files, *hashes = self.files
         record = [files, self.count, self.shape, "float16", self.kind, self.mirrored, self.num_classes,
                   self.class_names, self.autoencoder, *self.convention.record().values(), *hashes]
         content = hashlib.sha256(json.dumps(record).encode())
@@ -232,9 +232,11 @@ def open_latents(path: str | Path, verify: bool = False) -> Latents:
     hashes = {file: shard.sha256[file.name] for file, shard in pairs if file.name in shard.sha256}
     check_hashes(record, hashes, verify)
     of_latents = [*files["latents"], *files.get("mirrored", [])]
+    is_known = meta.content is not None and hashes.keys() >= {*of_latents}   # not where somebody has changed a shard
     latents = Latents(
         str(folder), meta, convention=convention, stored=Array(rows["latents"] + rows.get("mirrored", []), "files"),
-        files=[[(file.name, file.stat().st_size) for file in of_latents], *hashes.values()],
+        files=[[], meta.content] if is_known else [
+            [(file.name, file.stat().st_size) for file in of_latents], *hashes.values()],
         labels=np.concatenate(labels, dtype=np.min_scalar_type(meta.num_classes - 1), casting="unsafe"),
         arrays={name: Array(rows[name] + rows.get(f"{name}_mirrored", []), array.mirror)
                 for name, array in meta.arrays.items()})
