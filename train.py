@@ -310,8 +310,7 @@ def main(cfg: TrainSettings) -> None:
         lock_run(run)
     resumed = resume(run)
     loader = batches(run.latents, cfg.batch_size, seed=cfg.seed, rank=rank, world=world,
-                     start=run.images // cfg.batch_size, pin=device.type == "cuda",
-                     device=device if cfg.data.on_device else None, arrays=run.objective.arrays)
+                     start=run.images // cfg.batch_size, pin=device.type == "cuda", arrays=run.objective.arrays)
     start_trackers(run)
     if accelerator.is_main_process:
         prepare_folder(run, resumed)

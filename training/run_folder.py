@@ -135,7 +135,7 @@ def check_resumable(meta: dict[str, Any], now: dict[str, Any], run_dir: Path) ->
             anew = f" and {typed('init_from', run_dir)}, which continues from its weights" if fact == "data set" else ""
             raise ValueError(f"{run_dir} was trained with another {fact}, so it cannot resume: it has {old}, this "
                              f"command {new}. Start another run with name=<another>{anew}, or give the settings that "
-                             f"it started with{', shard_size= of its data among them' * bool(anew)}.")
+                             f"it started with.")
 
 
 def changed_settings(meta: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
