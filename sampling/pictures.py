@@ -9,6 +9,7 @@ import zipfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,8 +38,8 @@ def draw_grid(
     Where each class has a single image, eight share a row. A name with letters that the font does not have is replaced
     by the class's number.
     """
-    images = images.numpy()
-    height, width = images.shape[1:3]
+    pixels = images.numpy()
+    height, width = pixels.shape[1:3]
     zoom = max(1, 64 // height)
     present = [label for label in dict.fromkeys([*classes, *labels]) if label in labels]
     groups = [[i for i, other in enumerate(labels) if other == label] for label in present]
@@ -49,8 +50,9 @@ def draw_grid(
     rows = [group[i:i + columns] for group in groups for i in range(0, len(group), columns)]
 
     # DejaVu Sans comes with matplotlib and has letters far beyond Latin.
-    [folder] = importlib.util.find_spec("matplotlib").submodule_search_locations
-    font = ImageFont.truetype(Path(folder) / "mpl-data/fonts/ttf/DejaVuSans.ttf", size=12)
+    matplotlib = importlib.util.find_spec("matplotlib")
+    assert matplotlib is not None and matplotlib.origin is not None
+    font = ImageFont.truetype(Path(matplotlib.origin).parent / "mpl-data/fonts/ttf/DejaVuSans.ttf", size=12)
     unknown = bytes(font.getmask("\U0010ffff"))  # the box that stands for a missing letter
 
     def caption(label: int) -> str:
@@ -68,7 +70,7 @@ def draw_grid(
     for r, row in enumerate(rows):
         pen.text((6, r * cell_h + cell_h / 2), texts[r], fill="black", font=font, anchor="lm")
         for c, i in enumerate(row):
-            picture = Image.fromarray(images[i]).resize((width * zoom, height * zoom), Image.Resampling.NEAREST)
+            picture = Image.fromarray(pixels[i]).resize((width * zoom, height * zoom), Image.Resampling.NEAREST)
             grid.paste(picture, (margin + c * cell_w + 1, r * cell_h + 1))
     return grid
 
@@ -94,7 +96,7 @@ def write_grid(
     return grid
 
 
-def read_sampling_record(path: Path) -> dict | None:
+def read_sampling_record(path: Path) -> dict[str, Any] | None:
     """Reads the record that `save_image` or `write_npz` put into a file; None if the file has none."""
     try:
         if path.suffix == ".npz":
@@ -151,7 +153,7 @@ def write_pngs(state: PartialState, batches: Iterable[Batch], folder: Path, name
         save_image(Image.fromarray(image), folder / f"{seed:06d}_{label}.png", record, synced=False)
 
     with ThreadPoolExecutor(WRITERS) as pool:
-        writes = iter(())
+        writes: Iterator[None] = iter(())
         for seeds, labels, images in batches:
             real = seeds >= 0  # without the copies
             rows = [part[real].cpu() for part in (seeds, labels, images)]

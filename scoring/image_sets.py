@@ -7,30 +7,27 @@ import hashlib
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from accelerate import PartialState
+from accelerate import Accelerator, PartialState
 from accelerate.utils import gather_object
 from torch import Tensor
 from tqdm import tqdm
 
 from dit import DiT
-from edm import EDM
-from guidance import Guidance
 from latents.decoding import UnreadableImage, is_transparent, open_image
 from latents.folder import open_latents
 from latents.images import open_source
-from rf import RF
 from runtime import files
 from runtime.untrusted import Arrays, read_header, reading
-from sampling.checks import sampler_settings
-from sampling.generate import SAMPLING_VERSION, generate, sampling_cost
+from sampling.generate import SAMPLING_VERSION, generate
+from sampling.sampler import Sampler
 from weights import autoencoders
 
 ARRAYS = (".npz", ".npy")
@@ -239,54 +236,47 @@ def read_share(state: PartialState, images: StoredImages, chosen: np.ndarray, ba
 # ---- sampled --------------------------------------------------------------------------------------------------------
 
 
-def describe_weights(
+def weights_record(
     weights: str, autoencoder: str, decode_precision: str, classes: list[int], num_classes: int, *, checkpoint: str,
     step: int | None, **more: object,
-) -> dict:
+) -> dict[str, Any]:
     """Records weights, decoder and classes: all, a list, or the length and hash of a long list."""
+    shown: object = classes
     if classes == list(range(num_classes)):
-        classes = "all"
+        shown = "all"
     elif len(classes) > 100:
-        classes = {"count": len(classes), "sha256": files.record_sha256({"classes": classes})}
+        shown = {"count": len(classes), "sha256": files.record_sha256({"classes": classes})}
     ema = None if "imported" in more else weights.startswith("ema")  # the import's record has the key in their file
     return {"checkpoint": checkpoint, "step": step, "weights": weights, "ema": ema, **more,
-            "classes": classes, "autoencoder": autoencoder,
+            "classes": shown, "autoencoder": autoencoder,
             "autoencoder_sha256": autoencoders.sha256_of(autoencoder), "decode_precision": decode_precision}
 
 
 def sampled_images(
-    state: PartialState,
+    state: Accelerator | PartialState,
     net: DiT,
-    diffusion: EDM | RF,
+    sampler: Sampler,
     decode: Callable[[Tensor], Tensor],     # latents (B, C, h, w) -> images (B, H, W, 3) uint8
     seeds: list[int],                       # of all ranks; each is one image
     labels: list[int],                      # one a seed
     *,
     batch_size: int,                        # images a rank samples at once
-    num_steps: int,
-    guidance: Guidance | None = None,
     precision: str = "fp32",                # of the network, under autocast
-    sampler: dict | None = None,            # settings of `diffusion.sample`; None: its own
     outline: DiT | None = None,             # a network of the same shapes to count costs on; None: `net`
-    weights: dict | None = None,            # the record that `describe_weights` makes
-    guidance_record: dict | None = None,    # None: guidance's own record
+    weights: Mapping[str, Any] | None = None,   # what `weights_record` made, and anything else to record
 ) -> ImageSet:
     """Returns images that a network samples from `seeds`, and the record that a result needs to be compared."""
-    sampler = sampler_settings(diffusion, sampler or {})
-    passes, linear, attention = sampling_cost(outline or net, diffusion, num_steps, guidance, **sampler)
-    finite = {key: str(value) if value == math.inf else value for key, value in sampler.items()}  # JSON has no infinity
+    cost = sampler.cost(outline or net)
     record = {
-        **(weights or {}), "diffusion": type(diffusion).__name__, "sampler": {"solver": "heun", **finite},
-        "num_steps": num_steps, "guidance": guidance_record or (guidance and guidance.record()),
-        "precision": precision, "size": None, "seeds": f"{seeds[0]}-{seeds[-1]}",
+        **sampler.record(), **(weights or {}), "precision": precision, "size": None, "seeds": f"{seeds[0]}-{seeds[-1]}",
         "labels": BALANCED, "order": "of the seeds", "sampling_version": SAMPLING_VERSION,
-        "evaluations": passes, "multiply_adds": {"linear": linear, "attention": attention},  # per image
+        "evaluations": cost.passes, "multiply_adds": {"linear": cost.linear, "attention": cost.attention},  # per image
     }
     index_of = dict(zip(seeds, range(len(seeds)), strict=True)) | {-1: -1}  # a copy has seed -1
 
     def batches() -> Indexed:
-        for sampled, _, images in generate(state, net, diffusion, decode, seeds, labels, batch_size=batch_size,
-                                           num_steps=num_steps, guidance=guidance, precision=precision, **sampler):
+        for sampled, _, images in generate(state, net, sampler, decode, seeds, labels, batch_size=batch_size,
+                                           precision=precision):
             record["size"] = list(images.shape[1:3])
             yield torch.tensor([index_of[seed] for seed in sampled.tolist()]), images
 

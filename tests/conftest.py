@@ -54,7 +54,7 @@ def run_command(entry, program: str, *overrides: str, **settings) -> None:
 def commands() -> dict[str, tuple[Path, str]]:
     """File and name of the declared settings of every function that is a command, by its config."""
     listed = {}
-    for file in (*ROOT.glob("*.py"), *ROOT.glob("scripts/**/*.py")):
+    for file in (*ROOT.glob("*.py"), *ROOT.glob("sampling/*.py"), *ROOT.glob("scripts/**/*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             for call in getattr(node, "decorator_list", []):
                 if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "command":

@@ -29,6 +29,7 @@ from edm import EDM
 from guidance import Guidance
 from latents.images import ShapeSource
 from runtime import files
+from sampling.sampler import Sampler
 from scoring import image_sets, metrics, score
 from scoring.features import EXTRACTORS, extract, load_extractor
 from scoring.score import FeatureStats, available_metrics, open_reference
@@ -237,8 +238,8 @@ def test_a_batch_of_sampled_images_waits_for_the_device_once_and_looks_at_the_la
                                  num_classes=3))
     adm, decode = inception_like(), partial(Identity("meta").decode, strict=True)
     stats = FeatureStats(adm, 12, "meta", keep_pool=12)
-    images = image_sets.sampled_images(one_rank(), net, EDM(), decode, list(range(12)), [0] * 12, batch_size=4,
-                                       num_steps=3, guidance=Guidance(2), sampler={"S_churn": 1})
+    sampler = Sampler(EDM(), 3, Guidance(2), {"S_churn": 1})
+    images = image_sets.sampled_images(one_rank(), net, sampler, decode, list(range(12)), [0] * 12, batch_size=4)
     with Waits() as waits:
         for indices, features in extract(adm, images.batches):
             stats.add(indices, features)

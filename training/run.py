@@ -27,7 +27,14 @@ from rf import RF
 from runtime import ranks, sharding
 from runtime.command import commit
 from runtime.device import DTYPES, device_name, multiplies_in_tf32
-from sampling.options import GRID_CLASSES, empty_classes, labels_of, parse_classes, parse_seeds, unscored_classes
+from sampling.options import (
+    GRID_CLASSES,
+    labels_of,
+    parse_classes,
+    parse_seeds,
+    print_empty_classes,
+    print_unscored_classes,
+)
 from scoring.features import load_extractor
 from scoring.image_sets import require_array
 from scoring.score import Evaluator, available_metrics, measure_reference, open_reference
@@ -156,8 +163,7 @@ def open_data(cfg: TrainSettings, accelerator: Accelerator) -> Latents:
         latents = open_latents(cfg.data.path, cfg.data.verify and accelerator.is_local_main_process)
     num_classes = cfg.data.num_classes or latents.num_classes
     latents.require(shape=latent_shape(cfg, latents), num_classes=num_classes)
-    if empty := empty_classes(latents.classes, num_classes):
-        accelerator.print(empty)
+    print_empty_classes(accelerator, latents.classes, num_classes)
     return latents
 
 
@@ -274,8 +280,7 @@ def open_sampling_and_scoring(
             accelerator, cfg.evaluate.reference, extractor, side, reference_size=cfg.evaluate.reference_size,
             images_size=[side, side], key="evaluate.reference", autoencoder=cfg.data.autoencoder)
         metrics = available_metrics(extractor, reference, cfg.evaluate.metrics, cfg.evaluate.num_samples)
-        if few := unscored_classes(cfg.evaluate.num_samples, latents.classes):
-            accelerator.print(f"evaluate.{few}")
+        print_unscored_classes(accelerator, cfg.evaluate.num_samples, latents.classes, "evaluate.num_samples")
         reference = measure_reference(accelerator, reference, extractor, metrics, cfg.evaluate.batch_size)
         evaluator = Evaluator(extractor, reference, metrics)
     return decoder.decode, grid, evaluator

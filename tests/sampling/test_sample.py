@@ -25,6 +25,7 @@ from sample import main
 from sampling.generate import generate
 from sampling.options import labels_of, parse_classes, parse_range
 from sampling.pictures import draw_grid
+from sampling.sampler import Sampler
 from training import speed
 from weights import checkpoint as checkpoints
 from weights.loading import load_trained
@@ -48,9 +49,10 @@ def sample(run, out, *options, num_steps=1) -> None:
                 *([f"out={out}"] if out else []), *options)
 
 
-def draw(trained, seeds, labels, batch_size, **options):
-    batches = generate(one_rank(), trained.net, trained.diffusion, lambda x: x, seeds, labels, batch_size=batch_size,
-                       num_steps=4, **options)
+def draw(trained, seeds, labels, batch_size, guidance=None, precision="fp32", **settings):
+    sampler = Sampler(trained.diffusion, 4, guidance, settings)
+    batches = generate(one_rank(), trained.net, sampler, lambda x: x, seeds, labels, batch_size=batch_size,
+                       precision=precision)
     images = {seed: image for sampled, _, images in batches
               for seed, image in zip(sampled.tolist(), images, strict=True) if seed >= 0}
     assert [*images] == seeds
@@ -377,16 +379,16 @@ def test_a_weak_network_of_other_classes_or_latents_is_refused_where_it_has_a_la
               f"drop_label={str(drop_label).lower()}")
 
 
-def test_as_many_seeds_as_fill_all_ranks_give_the_same_bits_on_one_rank_and_on_two(run):
-    """With fewer seeds, batches are smaller, so that images are the same up to rounding."""
+@pytest.mark.parametrize("count", [18, 5])     # more and fewer than fill both ranks
+def test_images_are_the_same_bit_for_bit_on_one_rank_and_on_two(run, count):
     trained, images = load_trained(run), {}
     for world in (1, 2):
         for rank in range(world):
             state = SimpleNamespace(num_processes=world, process_index=rank, is_main_process=rank == 0)
-            for seeds, _, batch in generate(state, trained.net, trained.diffusion, lambda x: x, [*range(18)],
-                                            [0] * 18, batch_size=8, num_steps=2):
+            for seeds, _, batch in generate(state, trained.net, Sampler(trained.diffusion, 2), lambda x: x,
+                                            [*range(count)], [0] * count, batch_size=8):
                 images |= {(world, seed): image for seed, image in zip(seeds.tolist(), batch, strict=True)}
-    assert all(torch.equal(images[1, seed], images[2, seed]) for seed in range(18))
+    assert all(torch.equal(images[1, seed], images[2, seed]) for seed in range(count))
 
 
 def test_in_a_pipe_a_line_says_after_the_first_batch_and_each_ten_percent_how_long_it_takes(run, tmp_path, capsys):

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, one_rank, run_command, save_vae
+from conftest import ROOT, run_command, save_vae
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from test_foreign import tables, under
@@ -14,8 +14,7 @@ import fid
 from dit import DiT_models
 from guidance import Guidance
 from runtime.schema import read
-from sampling.checks import sampler_settings
-from scoring.image_sets import sampled_images
+from sampling.sampler import Sampler
 from scoring.results import print_scores
 from scripts import import_weights
 from weights.records import build_diffusion, build_network
@@ -49,9 +48,8 @@ def test_the_hours_at_the_head_of_a_gauge_are_computed(gauge):
             **(dict(input_size=16, in_channels=32) if "lightning" in gauge else {}))
     diffusion = build_diffusion({"name": "ddpm" if gauge.startswith("dit") else "rf"})
     guidance = cfg.scale and Guidance(cfg.scale, interval=cfg.interval, channels=cfg.channels)
-    cost = sampled_images(one_rank(), net, diffusion, None, [0], [0], batch_size=1, num_steps=cfg.num_steps,
-                          guidance=guidance, sampler=cfg.sampler.model_dump()).record["multiply_adds"]
-    hours = f"{2 * sum(cost.values()) * 50_000 / FLOPS / 3600:.2g}"
+    cost = Sampler(diffusion, cfg.num_steps, guidance, cfg.sampler.model_dump()).cost(net)
+    hours = f"{2 * (cost.linear + cost.attention) * 50_000 / FLOPS / 3600:.2g}"
     text = (ROOT / "configs" / "gauge" / f"{gauge}.yaml").read_text()
     assert f"# {hours} hours of one H100 [derived: FLOPs at 120 TFLOP/s]" in text, hours
 
@@ -131,9 +129,9 @@ def test_lightningdits_points_of_time_are_ours():
             return torch.zeros_like(x)
 
     diffusion = build_diffusion({"name": "rf"})
-    sampler = sampler_settings(diffusion, cfg.sampler.model_dump())
-    diffusion.sample(Net(), torch.zeros(1, 32, 2, 2), torch.zeros(1, dtype=torch.int64), num_steps=cfg.num_steps,
-                     guidance=Guidance(cfg.scale, interval=cfg.interval, channels=cfg.channels), **sampler)
+    guidance = Guidance(cfg.scale, interval=cfg.interval, channels=cfg.channels)
+    sampler = Sampler(diffusion, cfg.num_steps, guidance, cfg.sampler.model_dump())
+    sampler(Net(), torch.zeros(1, 32, 2, 2), torch.zeros(1, dtype=torch.int64))
     t = np.linspace(0, 1, 250)[:-1]
     shifted = 0.3 * t / (1 + (0.3 - 1) * t)
     assert np.allclose([1 - time for time, _ in asked], shifted, atol=1e-6)
