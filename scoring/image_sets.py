@@ -43,7 +43,7 @@ class StoredImages:
 
     count: int
     read: Callable[[np.ndarray], Tensor]    # indices (B,) -> uint8 (B, H, W, 3)
-    record: dict
+    record: dict[str, Any]
     shuffled: np.ndarray | None = None      # all indices in a fixed shuffled order; None: they are scored as stored
     rule: str = "as stored"                 # how pixels were rounded to 8 bits
 
@@ -55,13 +55,19 @@ class StoredImages:
         chosen = evenly(self.count, num)
         return chosen if self.shuffled is None else self.shuffled[np.isin(self.shuffled, chosen)]
 
+    def share(self, state: Accelerator | PartialState, chosen: np.ndarray, batch_size: int) -> Indexed:
+        """Reads this rank's share of the `chosen` images, batch by batch, with their places in `chosen`."""
+        for start in range(state.process_index * batch_size, len(chosen), batch_size * state.num_processes):
+            indices = chosen[start : start + batch_size]
+            yield torch.arange(start, start + len(indices)), self.read(indices)
+
 
 @dataclass
 class ImageSet:
     """Images to score, sampled or stored."""
 
     count: int
-    record: dict        # what they are; sampling adds their size
+    record: dict[str, Any]  # what they are; sampling adds their size
     rule: str           # how pixels were rounded to uint8
     batches: Indexed    # this rank's share; over all ranks each of 0 … count - 1 once, and copies, which are -1
 
@@ -78,7 +84,7 @@ def evenly(count: int, num: int) -> np.ndarray:
 
 
 def open_images(
-    state: PartialState,
+    state: Accelerator | PartialState,
     key: str,                               # the setting that names the path, for messages
     path: str,
     resolution: int | None = None,
@@ -164,7 +170,7 @@ def open_decoded(
 
 
 def open_files(
-    state: PartialState, key: str, path: str, resolution: int | None, alpha: Alpha | None = None,
+    state: Accelerator | PartialState, key: str, path: str, resolution: int | None, alpha: Alpha | None = None,
 ) -> StoredImages:
     """Opens a folder or archive of images, which are scored in the order of their hashes, whatever their names are.
 
@@ -181,7 +187,8 @@ def open_files(
         except (UnreadableImage, OSError) as error:
             return index, b"", (0, 0), False, f"{source.names[index]} ({error})"
 
-    mine, looked = range(state.process_index, len(source), state.num_processes), []
+    mine = range(state.process_index, len(source), state.num_processes)
+    looked: list[tuple[int, bytes, tuple[int, int], bool, str | None]] = []
     for start in tqdm(range(0, len(mine), 256), desc="looking at files", unit=" × 256 img", delay=2, leave=False,
                       disable=not state.is_main_process or None):
         looked += pool.map(look, mine[start : start + 256])
@@ -194,12 +201,12 @@ def open_files(
                          f"{source.names[transparent.index(True)]}: set alpha=drop to keep their colours, as ADM, "
                          f"pytorch-fid and clean-fid do, or alpha=white to lay them over white"
                          f"{'. fid.py reference_from= makes an npz so' * ('.' in key)}.")
-    copies, sizes = len(digests) - len({*digests}), Counter(sizes)
+    copies, counts = len(digests) - len({*digests}), Counter(sizes)
     if copies > len(digests) // 100 and state.is_main_process:
         print(f"{key}={path}: {copies:,} of {len(digests):,} files are copies of others, as if seeds were used twice.")
-    if len(sizes) > 1 and resolution is None:
-        most = ", ".join(f"{count} of {width}x{height}" for (width, height), count in sizes.most_common(3))
-        raise ValueError(f"{key}={path} holds images of {len(sizes)} sizes ({most}): resize them to one, or set "
+    if len(counts) > 1 and resolution is None:
+        most = ", ".join(f"{count} of {width}x{height}" for (width, height), count in counts.most_common(3))
+        raise ValueError(f"{key}={path} holds images of {len(counts)} sizes ({most}): resize them to one, or set "
                          f"resolution= to scale and crop them by ADM's rule.")
 
     def pixels(index: int) -> np.ndarray:
@@ -211,7 +218,7 @@ def open_files(
     def read(indices: np.ndarray) -> Tensor:
         return torch.from_numpy(np.stack(list(pool.map(pixels, indices.tolist()))))
 
-    size = [resolution] * 2 if resolution else list(next(iter(sizes))[::-1])
+    size = [resolution] * 2 if resolution else list(sizes[0][::-1])
     record = {"path": str(path), "sha256": hashlib.sha256(b"".join(digests)).hexdigest(), "size": size,
               "order": "shuffled by the files' SHA-256, copies apart"} | ({"alpha": alpha} if alpha else {})
     return StoredImages(len(source), read, record, shuffled(digests))
@@ -219,18 +226,11 @@ def open_files(
 
 def shuffled(digests: tuple[bytes, ...]) -> np.ndarray:
     """Orders files (n,) by a hash of their content and the number of earlier copies, which spreads copies."""
-    copies, keys = Counter(), []
+    copies, keys = Counter[bytes](), []
     for digest in digests:
         keys.append(hashlib.sha256(digest + copies[digest].to_bytes(8, "big")).digest())
         copies[digest] += 1
     return np.array(sorted(range(len(keys)), key=keys.__getitem__))
-
-
-def read_share(state: PartialState, images: StoredImages, chosen: np.ndarray, batch_size: int) -> Indexed:
-    """Reads this rank's share of the `chosen` images, batch by batch, with their places in `chosen`."""
-    for start in range(state.process_index * batch_size, len(chosen), batch_size * state.num_processes):
-        indices = chosen[start : start + batch_size]
-        yield torch.arange(start, start + len(indices)), images.read(indices)
 
 
 # ---- sampled --------------------------------------------------------------------------------------------------------

@@ -271,8 +271,7 @@ def open_sampling_and_scoring(
                              f"docs/evaluation.md explains how to get or make one.")
         require_array("evaluate.reference", cfg.evaluate.reference)
         try:
-            extractor = load_extractor(accelerator, cfg.evaluate.features, cfg.evaluate.features_weights,
-                                       cfg.evaluate.sha256)
+            extractor = load_extractor(accelerator, cfg.evaluate.features, cfg.evaluate.features_weights)
         except ValueError as error:
             raise ValueError(f"{error} Here they are evaluate.features= and evaluate.features_weights=.") from error
         side = latents.shape[1] * decoder.downsample  # the size of decoded images, to which photographs are scaled
