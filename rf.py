@@ -170,8 +170,12 @@ def sample_tread(
     return RF().sample(net1, noise, y, num_steps, guidance=guidance)
 
 
-if __name__ == "__main__":
-    # The command; the modules of the method import no other code.
+def main() -> None:
+    """Runs the command, which the modules of the method do not import."""
     from sampling.grids import compare_guided
 
-    compare_guided()  # type: ignore[has-type]      # unknown here, as sampling/ imports this file
+    compare_guided()
+
+
+if __name__ == "__main__":
+    main()

@@ -69,20 +69,21 @@ def main(cfg: SampleSettings) -> None:
     if kind and not cfg.overwrite:
         check_file(out, "name another, or replace it with overwrite=true")
     speed.compile_to_sample(trained.net, sampling.sampler.guidance, cfg.compile, len(seeds), state.device)
-    batches = generate(state, trained.net, sampling.sampler, sampling.decode, seeds, labels_of(seeds, sampling.classes),
+    labels = labels_of(seeds, sampling.classes)
+    batches = generate(state, trained.net, sampling.sampler, sampling.decode, seeds, labels,
                        batch_size=cfg.batch_size, precision=cfg.precision, progress="sampling")
     if kind == ".png":
-        write_grid(state, gathered(state, batches), out, trained.display_names, sampling.classes)
+        write_grid(state, gathered(state, batches), labels, out, trained.display_names, sampling.classes)
     elif kind == ".npz":
         keys = ("latents", "labels") if cfg.latents else ("arr_0", "arr_1")
-        write_npz(state, gathered(state, batches), out, len(seeds), keys)
+        write_npz(state, gathered(state, batches), out, seeds, labels, keys)
     else:
         name = name_set(cfg, sampling, seeds)
         earlier = check_folder(out, name, cfg.overwrite)
         state.wait_for_everyone()  # until all ranks have checked the folder
         for file in earlier if state.is_main_process else ():
             file.unlink()
-        write_pngs(state, batches, out, name)
+        write_pngs(state, batches, out, name, seeds, labels)
     state.print(f"{len(seeds)} {'latents' if cfg.latents else 'images'} from {trained.checkpoint.folder}: {out}")
 
 

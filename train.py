@@ -238,7 +238,7 @@ def sample_grid(run: Run) -> None:
     cfg = run.cfg.samples
     pictures = generate(run.accelerator, run.averages[cfg.weights], Sampler(run.diffusion, cfg.num_steps), run.decode,
                         *run.grid, batch_size=cfg.batch_size, precision=run.sampling_precision)
-    picture = write_grid(run.accelerator, gathered(run.accelerator, pictures), run.grid_path,
+    picture = write_grid(run.accelerator, gathered(run.accelerator, pictures), run.grid[1], run.grid_path,
                          run.latents.display_names)
     for tracker in run.accelerator.trackers if picture else ():
         # TensorBoard would take the first axis after the batch for the channels.
@@ -269,7 +269,8 @@ def evaluate(run: Run) -> None:
                                  compiled=run.scores_compiled)
         sampler = Sampler(run.diffusion, cfg.num_steps, None if scale is None else Guidance(scale))
         images = sampled_images(accelerator, run.averages[name], sampler, run.decode, seeds, labels, outline=outline,
-                                batch_size=cfg.batch_size, precision=run.sampling_precision, weights=weights)
+                                batch_size=cfg.batch_size, size=evaluator.reference.record["size"],
+                                precision=run.sampling_precision, weights=weights)
         scores = score_on(accelerator, evaluator, images)
         seconds = time.perf_counter() - began
         if accelerator.is_main_process:

@@ -15,8 +15,8 @@ from sampling.sampler import Sampler
 
 SAMPLING_VERSION = 1  # a change of the images of the same seeds increments it: tests/test_versions.py
 
-# On the host seeds (B,) int64 and labels (B,) int64; images (B, H, W, 3) uint8, or latents (B, C, h, w) float32.
-Batch = tuple[Tensor, Tensor, Tensor]
+# The places (B,) int64 of the seeds, on the host, -1 for a copy; images (B, H, W, 3) uint8 or latents (B, C, h, w).
+Batch = tuple[Tensor, Tensor]
 
 
 class SeededNoise:
@@ -48,23 +48,22 @@ def generate(
 ) -> Iterator[Batch]:
     """Samples this rank's images batch by batch: rank r takes the r-th part of each world · batch_size seeds.
 
-    All batches have one size: where seeds run out, copies with seed -1 fill the batch. So results are the same bit for
-    bit on any number of ranks. `gathered` joins the ranks' parts in order and drops copies.
+    All batches have one size: where seeds run out, copies fill the batch. So results are the same bit for bit on any
+    number of ranks. `gathered` joins the ranks' parts in order and drops copies.
     """
     device = next(net.parameters()).device
     batch_size = min(batch_size, len(seeds))
     silent, began, said = progress is None or not state.is_main_process, time.perf_counter(), -1
     bar = tqdm(total=len(seeds), desc=progress, unit="img", disable=silent or None)
     for start in range(0, len(seeds), batch_size * state.num_processes):
-        first = start + batch_size * state.process_index
-        sampled = seeds[first : first + batch_size]
-        pad = batch_size - len(sampled)
-        batch_labels = torch.tensor(labels[first : first + batch_size] + [labels[0]] * pad)
-        noise = SeededNoise(sampled + [seeds[0]] * pad, device)
+        indices = torch.arange(batch_size) + start + batch_size * state.process_index
+        indices[indices >= len(seeds)] = -1
+        places = indices.clamp(min=0).tolist()  # a copy is one of the first image
+        noise, y = SeededNoise([seeds[i] for i in places], device), torch.tensor([labels[i] for i in places])
         unit = noise.randn((net.in_channels, net.input_size, net.input_size))
         with torch.autocast(unit.device.type, DTYPES[precision], enabled=precision != "fp32"):
-            latents = sampler(net, unit, upload(batch_labels, device), noise.randn_like)
-        yield torch.tensor(sampled + [-1] * pad), batch_labels, decode(latents)
+            latents = sampler(net, unit, upload(y, device), noise.randn_like)
+        yield indices, decode(latents)
         done = min(start + batch_size * state.num_processes, len(seeds))
         bar.update(done - start)
         if bar.disable and not silent and 10 * done // len(seeds) not in (said, 10):  # in a pipe or a notebook
@@ -74,10 +73,9 @@ def generate(
     bar.close()
 
 
-def gathered(state: Accelerator | PartialState, batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Gathers all ranks' batches on every rank's CPU, in the order of the seeds and without the copies."""
+def gathered(state: Accelerator | PartialState, batches: Iterable[Batch]) -> Iterator[Tensor]:
+    """Gathers all ranks' images on every rank's CPU, in the order of the seeds and without the copies."""
     for batch in batches:
-        seeds, labels, images = (
+        indices, images = (
             (gather(part.to(state.device).contiguous()) if state.num_processes > 1 else part).cpu() for part in batch)
-        real = seeds >= 0
-        yield seeds[real], labels[real], images[real]
+        yield images[indices >= 0]

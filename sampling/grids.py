@@ -69,6 +69,7 @@ def compare_guided(cfg: GridSettings) -> None:
                          f"{trained.recorded['diffusion']['name']} with scale={as_text(cfg.scale)}: use sample.py.")
     unguided = Sampler(guided.diffusion, guided.num_steps, None, guided.settings)
     seeds = list(range(8 * len(sampling.classes))) if cfg.seeds is None else parse_seeds("seeds", cfg.seeds)
+    labels = labels_of(seeds, sampling.classes)
     outs = [default_grid(cfg, "rf", trained, ending) for ending in ("-guided", "-unguided")]
     if cfg.out:
         out = Path(cfg.out)
@@ -84,7 +85,7 @@ def compare_guided(cfg: GridSettings) -> None:
         state.print(f"{name:<9}" + ", ".join(
             f"{linear * share / 1e9:.4g} [{2 * (linear + attention) * share / 1e9:.4g}] GFLOP {unit}"
             for unit, share in shares.items()))
-        batches = generate(state, trained.net, sampler, sampling.decode, seeds, labels_of(seeds, sampling.classes),
+        batches = generate(state, trained.net, sampler, sampling.decode, seeds, labels,
                            batch_size=cfg.batch_size, precision=cfg.precision, progress=f"sampling, {name}")
-        write_grid(state, gathered(state, batches), path, trained.display_names, sampling.classes)
+        write_grid(state, gathered(state, batches), labels, path, trained.display_names, sampling.classes)
         state.print(f"         {path}")

@@ -29,7 +29,7 @@ class Sampling:
     sampler: Sampler
     classes: list[int]
     decode: Callable[[Tensor], Tensor]  # latents (B, C, h, w) -> images (B, H, W, 3) uint8, or latents unchanged
-    side: int | None                    # of the images; None for latents
+    side: int                           # of the images or latents
 
     @property
     def guidance_record(self) -> dict[str, Any] | None:
@@ -61,7 +61,7 @@ def open_sampling(
     classes = parse_classes("classes", cfg.classes, net.num_classes, trained.class_names,
                             trained.classes[:most_classes])
     if as_latents:
-        return Sampling(trained, weak, sampler, classes, finite, None)
+        return Sampling(trained, weak, sampler, classes, finite, net.input_size)
     decoder = autoencoders.load_decoder(
         trained.autoencoder, (net.in_channels, net.input_size, net.input_size), trained.convention, state.device,
         DTYPES[cfg.decode_precision], batch_size=cfg.decode_batch_size, trusted=cfg.autoencoder is not None,

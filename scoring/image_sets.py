@@ -26,7 +26,7 @@ from latents.folder import open_latents
 from latents.images import open_source
 from runtime import files
 from runtime.untrusted import Arrays, read_header, reading
-from sampling.generate import SAMPLING_VERSION, generate
+from sampling.generate import SAMPLING_VERSION, Batch, generate
 from sampling.sampler import Sampler
 from weights import autoencoders
 
@@ -34,7 +34,6 @@ ARRAYS = (".npz", ".npy")
 BALANCED = "class seed % number of classes"
 SAMPLED_RULE = "uint8 = floor(clip(127.5 x + 128, 0, 255))"
 Alpha = Literal["drop", "white"]
-Indexed = Iterator[tuple[Tensor, Tensor]]  # indices (B,) int64, -1 for a copy; images (B, H, W, 3) uint8
 
 
 @dataclass
@@ -55,7 +54,7 @@ class StoredImages:
         chosen = evenly(self.count, num)
         return chosen if self.shuffled is None else self.shuffled[np.isin(self.shuffled, chosen)]
 
-    def share(self, state: Accelerator | PartialState, chosen: np.ndarray, batch_size: int) -> Indexed:
+    def share(self, state: Accelerator | PartialState, chosen: np.ndarray, batch_size: int) -> Iterator[Batch]:
         """Reads this rank's share of the `chosen` images, batch by batch, with their places in `chosen`."""
         for start in range(state.process_index * batch_size, len(chosen), batch_size * state.num_processes):
             indices = chosen[start : start + batch_size]
@@ -69,7 +68,7 @@ class ImageSet:
     count: int
     record: dict[str, Any]  # what they are; sampling adds their size
     rule: str           # how pixels were rounded to uint8
-    batches: Indexed    # this rank's share; over all ranks each of 0 … count - 1 once, and copies, which are -1
+    batches: Iterator[Batch]    # this rank's share; over all ranks each of 0 … count - 1 once, and copies, which are -1
 
 
 def evenly(count: int, num: int) -> np.ndarray:
@@ -177,11 +176,13 @@ def open_files(
     All hashes and sizes must be known before the first image is scored, so ranks share the reading.
     """
     source = open_source(path, labels="none", key=key)
+    read_file = source.read
+    assert read_file is not None  # only the built-in shapes have no files
     pool = ThreadPoolExecutor(8)
 
     def look(index: int) -> tuple[int, bytes, tuple[int, int], bool, str | None]:
         try:
-            data = source.read(index)
+            data = read_file(index)
             with open_image(data) as image:  # the header only, unless it has an alpha channel
                 return index, hashlib.sha256(data).digest(), image.size, not alpha and is_transparent(image), None
         except (UnreadableImage, OSError) as error:
@@ -261,6 +262,7 @@ def sampled_images(
     labels: list[int],                      # one a seed
     *,
     batch_size: int,                        # images a rank samples at once
+    size: list[int] | None = None,          # height and width of the images
     precision: str = "fp32",                # of the network, under autocast
     outline: DiT | None = None,             # a network of the same shapes to count costs on; None: `net`
     weights: Mapping[str, Any] | None = None,   # what `weights_record` made, and anything else to record
@@ -268,16 +270,9 @@ def sampled_images(
     """Returns images that a network samples from `seeds`, and the record that a result needs to be compared."""
     cost = sampler.cost(outline or net)
     record = {
-        **sampler.record(), **(weights or {}), "precision": precision, "size": None, "seeds": f"{seeds[0]}-{seeds[-1]}",
+        **sampler.record(), **(weights or {}), "precision": precision, "size": size, "seeds": f"{seeds[0]}-{seeds[-1]}",
         "labels": BALANCED, "order": "of the seeds", "sampling_version": SAMPLING_VERSION,
         "evaluations": cost.passes, "multiply_adds": {"linear": cost.linear, "attention": cost.attention},  # per image
     }
-    index_of = dict(zip(seeds, range(len(seeds)), strict=True)) | {-1: -1}  # a copy has seed -1
-
-    def batches() -> Indexed:
-        for sampled, _, images in generate(state, net, sampler, decode, seeds, labels, batch_size=batch_size,
-                                           precision=precision):
-            record["size"] = list(images.shape[1:3])
-            yield torch.tensor([index_of[seed] for seed in sampled.tolist()]), images
-
-    return ImageSet(len(seeds), record, SAMPLED_RULE, batches())
+    batches = generate(state, net, sampler, decode, seeds, labels, batch_size=batch_size, precision=precision)
+    return ImageSet(len(seeds), record, SAMPLED_RULE, batches)

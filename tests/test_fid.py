@@ -231,7 +231,7 @@ class Waits(TorchDispatchMode):
         return function(*args, **kwargs)
 
 
-def test_a_batch_of_sampled_images_waits_for_the_device_once_and_looks_at_the_last_ones_features(monkeypatch):
+def test_a_batch_of_sampled_images_waits_for_the_device_once(monkeypatch):
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
     with torch.device("meta"):
         net = build_network(dict(input_size=16, patch_size=8, in_channels=3, hidden_size=8, depth=1, num_heads=2,
@@ -243,7 +243,7 @@ def test_a_batch_of_sampled_images_waits_for_the_device_once_and_looks_at_the_la
     with Waits() as waits:
         for indices, features in extract(adm, images.batches):
             stats.add(indices, features)
-    assert (waits.values, waits.copies) == (3 + 3, 0) and stats.moments["pool"].count == 12
+    assert (waits.values, waits.copies) == (3, 0) and stats.moments["pool"].count == 12
 
 
 # ---- references
@@ -282,8 +282,8 @@ def test_statistics_in_the_reference_win_over_its_images_as_in_adm(tmp_path):
 
 def no_covariances(size):
     """Returns matrices that are no covariances, by what is wrong with them."""
-    return {"not symmetric": np.triu(np.ones((size, size))), "all finite": np.full((size, size), np.nan),
-            "negative eigenvalues, down to -": np.diag([-0.1, *np.ones(size - 1)]), "of shape": np.eye(size)[:-1]}
+    return {"not symmetric": np.triu(np.ones((size, size))), "not all finite": np.full((size, size), np.nan),
+            "negative eigenvalues, down to -": np.diag([-0.1, *np.ones(size - 1)]), "has the shape": np.eye(size)[:-1]}
 
 
 PIXELS = dict(mu=np.zeros(192), sigma=np.eye(192))
@@ -291,13 +291,12 @@ LIKE_ADM = dict(mu=np.zeros(16), sigma=np.eye(16), mu_s=np.zeros(24), sigma_s=np
 
 
 @pytest.mark.parametrize(("arrays", "sizes", "message"), [
-    *((LIKE_ADM | {key: matrix}, {}, f"ref.npz has {key} .*{why}")
+    *((LIKE_ADM | {key: matrix}, {}, f"ref.npz is not a reference for .*its {key} .*{why}")
       for key, size in (("sigma", 16), ("sigma_s", 24)) for why, matrix in no_covariances(size).items()),
     # of another network with as many features
     (PIXELS | dict(mu_s=np.zeros(2023), sigma_s=np.eye(2023), arr_0=shapes(5).numpy()), {},
-     "mu_s and sigma_s, so it was measured on Inception, not on features=pixels: make a reference from images"),
-    (PIXELS | dict(weights_sha256="pixels:abc"), {},
-     "weights of SHA-256 abc, but features=pixels are pixels-8x8 by weights of None"),
+     "mu_s and sigma_s are Inception's, so make one from images, such as an npy of its arr_0"),
+    (PIXELS | dict(weights_sha256="pixels:abc"), {}, "features by pixels:abc, not on pixels-8x8 by pixels:None"),
     # of another resolution, or of an unknown one
     (PIXELS, {}, "does not record the size of its images: give reference_size=, as in reference_size=256"),
     (PIXELS | dict(size=[32, 32]), dict(images_size=[16, 16]), "is of 32x32 images, but the images are 16x16: name"),
@@ -362,7 +361,7 @@ def score_in_splits(images, split, monkeypatch):
         "probs": torch.nn.functional.one_hot((x[:, 0, 0, 0] // 25).long(), 10).float()},
         sizes={"pool": 16, "spatial": 24, "probs": 10})
     stored = image_sets.open_images(one_rank(), "images", str(images))
-    batches = image_sets.read_share(one_rank(), stored, stored.choose(stored.count), 50)
+    batches = stored.share(one_rank(), stored.choose(stored.count), 50)
     reference = open_reference(one_rank(), images, adm)
     return score_with(adm, reference, batches, stored.count, ["inception_score"])["inception_score"]
 
@@ -557,7 +556,7 @@ def test_a_score_that_is_killed_leaves_no_row_and_the_next_life_those_of_an_undi
 # ---- public reports
 
 
-PIXEL_FEATURES = EXTRACTORS["pixels"](None, None, "cpu")
+PIXEL_FEATURES = EXTRACTORS["pixels"](None, "cpu")
 
 
 def expected_distance(*sets):

@@ -22,6 +22,7 @@ import train
 from autoencoder import pixels_to_images
 from dit import DiT
 from edm import DDPM, EDM
+from examples.own_features import positions_at_224
 from guidance import Guidance
 from latents.images import center_crop
 from rf import RF
@@ -104,7 +105,7 @@ def scored() -> dict[str, float]:
         "evenly": checksum(torch.from_numpy(image_sets.evenly(1000, 31)).float()),
         "chosen in a shuffled order": checksum(torch.from_numpy(ordered.choose(31).copy()).float()),
         "cropped": checksum(torch.from_numpy(np.array(cropped))),
-        "positions": checksum(features.positions_at_224(wave((1, 1 + 37 * 37, 4)))),
+        "positions": checksum(positions_at_224(wave((1, 1 + 37 * 37, 4)))),
     }
 
 

@@ -22,7 +22,7 @@ from guidance import Guidance
 from rf import RF
 from runtime import files
 from sample import main
-from sampling.generate import generate
+from sampling.generate import gathered, generate
 from sampling.options import labels_of, parse_classes, parse_range
 from sampling.pictures import draw_grid
 from sampling.sampler import Sampler
@@ -53,10 +53,7 @@ def draw(trained, seeds, labels, batch_size, guidance=None, precision="fp32", **
     sampler = Sampler(trained.diffusion, 4, guidance, settings)
     batches = generate(one_rank(), trained.net, sampler, lambda x: x, seeds, labels, batch_size=batch_size,
                        precision=precision)
-    images = {seed: image for sampled, _, images in batches
-              for seed, image in zip(sampled.tolist(), images, strict=True) if seed >= 0}
-    assert [*images] == seeds
-    return torch.stack([*images.values()])
+    return torch.cat([*gathered(one_rank(), batches)])
 
 
 @pytest.mark.parametrize("options", [{}, {"S_churn": 10}, {"guidance": Guidance(1.5, 0.3, 0.7)}])
@@ -385,9 +382,9 @@ def test_images_are_the_same_bit_for_bit_on_one_rank_and_on_two(run, count):
     for world in (1, 2):
         for rank in range(world):
             state = SimpleNamespace(num_processes=world, process_index=rank, is_main_process=rank == 0)
-            for seeds, _, batch in generate(state, trained.net, Sampler(trained.diffusion, 2), lambda x: x,
-                                            [*range(count)], [0] * count, batch_size=8):
-                images |= {(world, seed): image for seed, image in zip(seeds.tolist(), batch, strict=True)}
+            for places, batch in generate(state, trained.net, Sampler(trained.diffusion, 2), lambda x: x,
+                                          [*range(count)], [0] * count, batch_size=8):
+                images |= {(world, place): image for place, image in zip(places.tolist(), batch, strict=True)}
     assert all(torch.equal(images[1, seed], images[2, seed]) for seed in range(count))
 
 
