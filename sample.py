@@ -36,10 +36,9 @@ def name_set(cfg: SampleSettings, sampling: Sampling, seeds: list[int]) -> str:
     """Hashes all that a set of pictures depends on, to recognise a folder that holds the same set."""
     trained = sampling.trained
     return files.record_sha256({
-        **sampling.sampler.record(), "guidance": sampling.guidance_record, "weights_sha256": trained.checkpoint.sha256,
-        **trained.recorded, "autoencoder": trained.autoencoder, "precision": cfg.precision,
-        "decode_precision": cfg.decode_precision, "classes": sampling.classes, "seeds": seeds,
-        "sampling_version": SAMPLING_VERSION})
+        **sampling.sampler.record(), **trained.recorded, "weights_sha256": trained.checkpoint.sha256,
+        "autoencoder": trained.autoencoder, "precision": cfg.precision, "decode_precision": cfg.decode_precision,
+        "classes": sampling.classes, "seeds": seeds, "sampling_version": SAMPLING_VERSION})
 
 
 def suffix_of_output(cfg: SampleSettings) -> str:

@@ -1,6 +1,7 @@
 """Grids of samples: their settings and names, and the command of rf.py, which compares guided and unguided ones."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from sampling.generate import gathered, generate
 from sampling.opening import open_sampling
 from sampling.options import GRID_CLASSES, GuidanceSettings, SamplingSettings, check_guided, labels_of, parse_seeds
 from sampling.pictures import check_file, write_grid
-from sampling.sampler import Sampler
 from weights.loading import Trained
 
 # Settings that change at most the last bits of an image, or that the name already contains.
@@ -67,7 +67,7 @@ def compare_guided(cfg: GridSettings) -> None:
     if guided.diffusion.max_noise != 1 or guided.guidance is None:
         raise ValueError(f"rf.py samples flow matching (diffusion=rf) with and without guidance, and this is "
                          f"{trained.recorded['diffusion']['name']} with scale={as_text(cfg.scale)}: use sample.py.")
-    unguided = Sampler(guided.diffusion, guided.num_steps, None, guided.settings)
+    unguided = replace(guided, guidance=None)
     seeds = list(range(8 * len(sampling.classes))) if cfg.seeds is None else parse_seeds("seeds", cfg.seeds)
     labels = labels_of(seeds, sampling.classes)
     outs = [default_grid(cfg, "rf", trained, ending) for ending in ("-guided", "-unguided")]
@@ -78,10 +78,10 @@ def compare_guided(cfg: GridSettings) -> None:
         check_file(path, "name another")
     state.print("GFLOP: linear layers' multiply-adds, as the SG paper counts. In brackets: with attention, and two per "
                 "multiply-add, as torch counts")
-    evaluations = unguided.count_passes(trained.net)  # one pass each
+    evaluations = unguided.passes(trained.net).total()  # one pass each
     shares = {"an evaluation": 1 / evaluations, f"an image of {evaluations}": 1, f"all {len(seeds)} images": len(seeds)}
     for name, path, sampler in zip(("guided", "unguided"), outs, (guided, unguided), strict=True):
-        _, linear, attention = sampler.cost(trained.net)
+        linear, attention = sampler.cost(trained.net)
         state.print(f"{name:<9}" + ", ".join(
             f"{linear * share / 1e9:.4g} [{2 * (linear + attention) * share / 1e9:.4g}] GFLOP {unit}"
             for unit, share in shares.items()))

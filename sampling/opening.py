@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from accelerate import PartialState
 from torch import Tensor
 
 import extensions
+from dit import DiT
 from guidance import Guidance, ends
 from routing_module import Route
 from runtime import schema
@@ -25,18 +25,10 @@ class Sampling:
     """A network to sample, and how."""
 
     trained: Trained
-    weak: Trained | None                # the network of the weak pass, if it is another one
     sampler: Sampler
     classes: list[int]
     decode: Callable[[Tensor], Tensor]  # latents (B, C, h, w) -> images (B, H, W, 3) uint8, or latents unchanged
     side: int                           # of the images or latents
-
-    @property
-    def guidance_record(self) -> dict[str, Any] | None:
-        """What a result records of guidance: its settings, and the weights of the weak pass."""
-        if self.sampler.guidance is None:
-            return None
-        return self.sampler.guidance.record() | {"weak": self.weak and self.weak.checkpoint.source}
 
 
 def open_sampling(
@@ -55,26 +47,20 @@ def open_sampling(
     if cfg.scale is not None and cfg.weak is not None:
         weak = load_trained(find_on_main_rank(state, cfg.weak), device=state.device)
     guidance = None if cfg.scale is None else build_guidance(cfg, trained, weak)
-    sampler = Sampler(trained.diffusion, cfg.num_steps, guidance, cfg.sampler.model_dump())
-    check_interval(sampler, trained)
+    sampler = Sampler(trained.diffusion, cfg.num_steps, guidance, cfg.sampler.model_dump(),
+                      weak.checkpoint.source if weak else None)
+    check_interval(sampler, net)
     print_empty_classes(state, trained.classes, net.num_classes)
     classes = parse_classes("classes", cfg.classes, net.num_classes, trained.class_names,
                             trained.classes[:most_classes])
     if as_latents:
-        return Sampling(trained, weak, sampler, classes, finite, net.input_size)
+        return Sampling(trained, sampler, classes, finite, net.input_size)
     decoder = autoencoders.load_decoder(
         trained.autoencoder, (net.in_channels, net.input_size, net.input_size), trained.convention, state.device,
         DTYPES[cfg.decode_precision], batch_size=cfg.decode_batch_size, trusted=cfg.autoencoder is not None,
     )
-
-    def decode(latents: Tensor) -> Tensor:
-        try:
-            return decoder.decode(latents, strict=True)
-        except ValueError:
-            finite(latents)  # the reason may be the latents
-            raise
-
-    return Sampling(trained, weak, sampler, classes, decode, net.input_size * decoder.downsample)
+    return Sampling(trained, sampler, classes, lambda latents: decoder.decode(finite(latents), strict=True),
+                    net.input_size * decoder.downsample)
 
 
 def build_guidance(cfg: SamplingSettings, trained: Trained, weak: Trained | None) -> Guidance:
@@ -117,18 +103,17 @@ def check_weak(cfg: SamplingSettings, trained: Trained, weak: Trained) -> None:
         raise ValueError(f"weak={cfg.weak} and the checkpoint cannot be mixed: {' and '.join(differences)}.")
 
 
-def check_interval(sampler: Sampler, trained: Trained) -> None:
+def check_interval(sampler: Sampler, net: DiT) -> None:
     """Rehearses sampling; raises ValueError for what it would raise, and if no step is in guidance's interval."""
-    passes, guidance = sampler.count_passes(trained.net), sampler.guidance
+    passes, guidance, most = sampler.passes(net).total(), sampler.guidance, sampler.diffusion.max_noise
     if guidance is None or guidance.interval is None:
         return
     low, high = guidance.interval
-    if trained.diffusion.max_noise < high < math.inf:
-        raise ValueError(f"interval={[low, high]} has EDM's sigmas, but this diffusion's noise levels end at "
-                         f"{trained.diffusion.max_noise:g}. Flow matching's are t = sigma / (1 + sigma): set "
-                         f"interval=[{low / (1 + low):.3g},{high / (1 + high):.3g}].")
-    if guidance.scale != 1 and passes == Sampler(sampler.diffusion, sampler.num_steps, None,
-                                                 sampler.settings).count_passes(trained.net):
+    if most < high < math.inf:
+        raise ValueError(f"interval={[low, high]} has EDM's sigmas, but this diffusion's noise levels end at {most:g}. "
+                         f"Flow matching's are t = sigma / (1 + sigma): set interval=[{low / (1 + low):.3g},"
+                         f"{high / (1 + high):.3g}].")
+    if guidance.scale != 1 and passes == replace(sampler, guidance=None).passes(net).total():
         raise ValueError(f"None of the {sampler.num_steps} steps begins at a noise level in interval={[low, high]}, so "
                          f"nothing would be guided: give a wider one, or more num_steps=.")
 

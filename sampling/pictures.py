@@ -6,7 +6,7 @@ import math
 import os
 import re
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -142,7 +142,7 @@ def check_folder(folder: Path, name: str, overwrite: bool) -> list[Path]:
 def write_pngs(
     state: PartialState, batches: Iterable[Batch], folder: Path, name: str, seeds: list[int], labels: list[int],
 ) -> None:
-    """Consumes this rank's batches, and writes each image as `<seed>_<label>.png` while the next batch is sampled.
+    """Consumes this rank's batches, and writes each image as `<seed>_<label>.png`.
 
     Each picture records the name of its set. A kill leaves fewer pictures, but no part of one under a picture's name.
     """
@@ -155,13 +155,9 @@ def write_pngs(
         save_image(Image.fromarray(image), folder / f"{seeds[index]:06d}_{labels[index]}.png", record, synced=False)
 
     with ThreadPoolExecutor(WRITERS) as pool:
-        writes: Iterator[None] = iter(())
         for indices, images in batches:
             real = indices >= 0  # without the copies
-            pixels = images.cpu()[real].numpy()
-            list(writes)  # waits for the last batch, and raises its errors
-            writes = pool.map(write, indices[real].tolist(), [*pixels])
-        list(writes)
+            list(pool.map(write, indices[real].tolist(), [*images.cpu()[real].numpy()]))
     os.sync()  # once, as a sync of each picture would take longer than sampling it
     state.wait_for_everyone()
 

@@ -5,7 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,14 +20,6 @@ from runtime.schema import read
 from weights.records import settings_of
 
 
-class Cost(NamedTuple):
-    """What an image takes: passes of networks, and the multiply-adds of their linear layers and of attention."""
-
-    passes: int
-    linear: int
-    attention: int
-
-
 @dataclass(frozen=True)
 class Sampler:
     """A diffusion's sampler: called with a network, it turns noise into latents.
@@ -40,6 +32,7 @@ class Sampler:
     num_steps: int
     guidance: Guidance | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
+    weak: Mapping[str, object] | None = None    # what a result records of guidance's second network
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "settings", complete(self.diffusion, self.settings))
@@ -55,43 +48,34 @@ class Sampler:
             return solver(self.diffusion, net, noise, y, **common, **settings)
         return self.diffusion.sample(net, noise, y, **common, **settings)
 
-    def rehearse(self, net: DiT) -> list["Meter"]:
-        """Samples an image on zeros, and raises what sampling would raise.
-
-        Returns the meters of the network and of guidance's second one, if there is one.
-        """
-        meters, sampler = [Meter(net)], self
-        if self.guidance is not None and isinstance(self.guidance.net2, DiT):
-            meters.append(Meter(self.guidance.net2))
-            sampler = replace(self, guidance=replace(self.guidance, net2=meters[1]))
+    def passes(self, net: DiT) -> Counter[tuple[DiT, tuple[Route, ...]]]:
+        """Counts an image's passes, by network and routes, by sampling zeros; raises what sampling would raise."""
+        counted, guidance = Counter[tuple[DiT, tuple[Route, ...]]](), self.guidance
+        if guidance is not None and isinstance(guidance.net2, DiT):
+            guidance = replace(guidance, net2=Meter(guidance.net2, counted))
         noise = torch.zeros(1, net.in_channels, net.input_size, net.input_size)
-        sampler(meters[0], noise, torch.zeros(1, dtype=torch.int64), torch.zeros_like)
-        return meters
+        rehearsal = replace(self, guidance=guidance)
+        rehearsal(Meter(net, counted), noise, torch.zeros(1, dtype=torch.int64), torch.zeros_like)
+        return counted
 
-    def count_passes(self, net: DiT) -> int:
-        """Counts the passes of networks that an image takes."""
-        return sum(meter.passes.total() for meter in self.rehearse(net))
-
-    def cost(self, net: DiT) -> Cost:
-        passes, linear, attention = 0, 0, 0
-        for meter in self.rehearse(net):
-            for routes, count in meter.passes.items():
-                of_linear, of_attention = multiply_adds(meter.net, routes)
-                passes, linear, attention = passes + count, linear + count * of_linear, attention + count * of_attention
-        return Cost(passes, linear, attention)
+    def cost(self, net: DiT) -> tuple[int, int]:
+        """Returns an image's multiply-adds, those of linear layers and those of attention."""
+        costs = [[count * part for part in multiply_adds(*passed)] for passed, count in self.passes(net).items()]
+        linear, attention = map(sum, zip(*costs, strict=True))
+        return linear, attention
 
     def record(self) -> dict[str, Any]:
         """Returns what a result records of it; JSON has no infinity."""
         settings = {name: str(value) if value == math.inf else value for name, value in self.settings.items()}
         return {"diffusion": type(self.diffusion).__name__, "sampler": {"solver": "heun", **settings},
-                "num_steps": self.num_steps, "guidance": self.guidance and self.guidance.record()}
+                "num_steps": self.num_steps, "guidance": self.guidance and self.guidance.record() | {"weak": self.weak}}
 
 
 class Meter:
     """Replaces a network while it is sampled, and counts the samples that pass through it with each set of routes."""
 
-    def __init__(self, net: DiT):
-        self.net, self.passes = net, Counter[tuple[Route, ...]]()
+    def __init__(self, net: DiT, counted: Counter[tuple[DiT, tuple[Route, ...]]]):
+        self.net, self.counted = net, counted
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.net, name)
@@ -99,7 +83,7 @@ class Meter:
     def __call__(
         self, x: Tensor, t: Tensor, y: Tensor, routes: tuple[Route, ...] = (), mask_noise: Tensor | None = None,
     ) -> Tensor:
-        self.passes[routes] += len(x)
+        self.counted[self.net, routes] += len(x)
         return x.new_zeros(len(x), self.net.out_channels, *x.shape[2:])
 
 

@@ -265,14 +265,15 @@ def sampled_images(
     size: list[int] | None = None,          # height and width of the images
     precision: str = "fp32",                # of the network, under autocast
     outline: DiT | None = None,             # a network of the same shapes to count costs on; None: `net`
-    weights: Mapping[str, Any] | None = None,   # what `weights_record` made, and anything else to record
+    weights: Mapping[str, Any] | None = None,   # what `weights_record` made
 ) -> ImageSet:
     """Returns images that a network samples from `seeds`, and the record that a result needs to be compared."""
-    cost = sampler.cost(outline or net)
+    linear, attention = sampler.cost(outline or net)
     record = {
-        **sampler.record(), **(weights or {}), "precision": precision, "size": size, "seeds": f"{seeds[0]}-{seeds[-1]}",
+        **(weights or {}), **sampler.record(), "precision": precision, "size": size, "seeds": f"{seeds[0]}-{seeds[-1]}",
         "labels": BALANCED, "order": "of the seeds", "sampling_version": SAMPLING_VERSION,
-        "evaluations": cost.passes, "multiply_adds": {"linear": cost.linear, "attention": cost.attention},  # per image
+        "evaluations": sampler.passes(outline or net).total(),  # of an image, as are
+        "multiply_adds": {"linear": linear, "attention": attention},
     }
     batches = generate(state, net, sampler, decode, seeds, labels, batch_size=batch_size, precision=precision)
     return ImageSet(len(seeds), record, SAMPLED_RULE, batches)

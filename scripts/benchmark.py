@@ -387,7 +387,7 @@ def time_sample(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
     if not works:
         raise ValueError(f"mode=sample times variants dit and dit-eager, but variants={cfg.variants}.")
     rounds, parts, products = take_turns(cfg.rounds, device, cfg.precision, works)
-    flops = 2 * sum(sampler.cost(net)[1:])
+    flops = 2 * sum(sampler.cost(net))
     return {"matmul FLOP/s": products, "rows": [{
         "variant": name, "batch": cfg.batch_size, "tokens": cfg.tokens, "ranks": accelerator.num_processes,
         "images/s": len(seeds) / median(took), "s/batch": median(took), "parts": parts[name],

@@ -37,7 +37,7 @@ from sampling.options import (
 )
 from scoring.features import load_extractor
 from scoring.image_sets import require_array
-from scoring.score import Evaluator, available_metrics, measure_reference, open_reference
+from scoring.score import Evaluator, available_metrics, open_reference
 from training import speed
 from training.optimizers import build_optimizer
 from training.settings import ModelSettings, TrainSettings, describe_unfinished_warmup, sized_like
@@ -280,8 +280,7 @@ def open_sampling_and_scoring(
             images_size=[side, side], key="evaluate.reference", autoencoder=cfg.data.autoencoder)
         metrics = available_metrics(extractor, reference, cfg.evaluate.metrics, cfg.evaluate.num_samples)
         print_unscored_classes(accelerator, cfg.evaluate.num_samples, latents.classes, "evaluate.num_samples")
-        reference = measure_reference(accelerator, reference, extractor, metrics, cfg.evaluate.batch_size)
-        evaluator = Evaluator(extractor, reference, metrics)
+        evaluator = Evaluator(extractor, reference, metrics).measured(accelerator, cfg.evaluate.batch_size)
     return decoder.decode, grid, evaluator
 
 
