@@ -180,23 +180,23 @@ def open_files(
     assert read_file is not None  # only the built-in shapes have no files
     pool = ThreadPoolExecutor(8)
 
-    def look(index: int) -> tuple[int, bytes, tuple[int, int], bool, str | None]:
+    def unreadable(index: int, error: Exception) -> ValueError:
+        return ValueError(f"{key}={path}: {source.names[index]} cannot be read as an image ({error}): replace it.")
+
+    def look(index: int) -> tuple[int, bytes, tuple[int, int], bool]:
         try:
             data = read_file(index)
             with open_image(data) as image:  # the header only, unless it has an alpha channel
-                return index, hashlib.sha256(data).digest(), image.size, not alpha and is_transparent(image), None
+                return index, hashlib.sha256(data).digest(), image.size, not alpha and is_transparent(image)
         except (UnreadableImage, OSError) as error:
-            return index, b"", (0, 0), False, f"{source.names[index]} ({error})"
+            raise unreadable(index, error) from error
 
     mine = range(state.process_index, len(source), state.num_processes)
-    looked: list[tuple[int, bytes, tuple[int, int], bool, str | None]] = []
+    looked: list[tuple[int, bytes, tuple[int, int], bool]] = []
     for start in tqdm(range(0, len(mine), 256), desc="looking at files", unit=" × 256 img", delay=2, leave=False,
                       disable=not state.is_main_process or None):
         looked += pool.map(look, mine[start : start + 256])
-    _, digests, sizes, transparent, failures = zip(*sorted(gather_object(looked)), strict=True)
-    if broken := [why for why in failures if why]:
-        raise ValueError(f"{key}={path}: {len(broken)} of {len(source)} files cannot be read as images, first "
-                         f"{broken[0]}: replace them.")
+    _, digests, sizes, transparent = zip(*sorted(gather_object(looked)), strict=True)
     if any(transparent):
         raise ValueError(f"{key}={path}: {sum(transparent):,} of {len(source):,} files are partly transparent, such as "
                          f"{source.names[transparent.index(True)]}: set alpha=drop to keep their colours, as ADM, "
@@ -214,7 +214,7 @@ def open_files(
         try:
             return source.pixels(index, resolution, alpha)
         except UnreadableImage as error:
-            raise ValueError(f"{key}={path}: {source.names[index]} is damaged ({error}): replace it.") from error
+            raise unreadable(index, error) from error
 
     def read(indices: np.ndarray) -> Tensor:
         return torch.from_numpy(np.stack(list(pool.map(pixels, indices.tolist()))))

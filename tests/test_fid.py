@@ -279,7 +279,7 @@ def test_statistics_in_the_reference_win_over_its_images_as_in_adm(tmp_path):
 def no_covariances(size):
     """Returns matrices that are no covariances, by what is wrong with them."""
     return {"not symmetric": np.triu(np.ones((size, size))), "not all finite": np.full((size, size), np.nan),
-            "negative eigenvalues, down to -": np.diag([-0.1, *np.ones(size - 1)]), "has the shape": np.eye(size)[:-1]}
+            "negative eigenvalues, down to -": np.diag([-0.1, *np.ones(size - 1)]), "of shape": np.eye(size)[:-1]}
 
 
 PIXELS = dict(mu=np.zeros(192), sigma=np.eye(192))
@@ -287,7 +287,7 @@ LIKE_ADM = dict(mu=np.zeros(16), sigma=np.eye(16), mu_s=np.zeros(24), sigma_s=np
 
 
 @pytest.mark.parametrize(("arrays", "sizes", "message"), [
-    *((LIKE_ADM | {key: matrix}, {}, f"ref.npz is not a reference for .*its {key} .*{why}")
+    *((LIKE_ADM | {key: matrix}, {}, f"ref.npz is not a reference for .*it has {key} .*{why}")
       for key, size in (("sigma", 16), ("sigma_s", 24)) for why, matrix in no_covariances(size).items()),
     # of another network with as many features
     (PIXELS | dict(mu_s=np.zeros(2023), sigma_s=np.eye(2023), arr_0=shapes(5).numpy()), {},
