@@ -96,7 +96,7 @@ TYPED = {
         ("guidance=autoguidance", "weak=run", "both passes are the same"), ("guidance=interval", "None of the 1 steps"),
         ("guidance=tread", "gamma2=0.6", "both passes are the same"), ("guidance=1.5", "guidance=cfg scale=1.5"),
         ("guidance=cfg", "interval=0.2-0.8", "a list, typed as interval=[…]"), ("sampler=heun", "sampler.solver, "),
-        ("guidance=cfg", "routes=[{start_layer_idx: 1, end_layer_idx: 2}]", "gamma2="),
+        ("guidance=cfg", "routes=[{start_layer_idx: 1, end_layer_idx: 2}]", "No token takes"),
         ("checkpoint=dense", "guidance=path_drop", "not trained for that"),
         ("guidance=autoguidance", "weak=run", "gamma2=1", "gamma2=1, as in guidance=path_drop"),
         ("guidance=autoguidance", "weak=weights.pt", "python scripts/import_weights.py source=weights.pt"),
@@ -116,7 +116,7 @@ TYPED = {
         ("-m", "scale=1.5,2", "2 jobs of --multirun would write to out=new.png"),
         ("checkpoint=run", "edm"), ("checkpoint=null", "checkpoint="), ("guidance=none", "guidance"),
         ("out=x.npz", ".png"),
-        ("checkpoint=dense", "needs a network with a route"), ("interval=[0.28,2.9]", "interval="),
+        ("checkpoint=dense", "needs a network with a route"), ("interval=[0.28,2.9]", "set interval=[0.219,0.744]"),
         ("sampler.S_churn=1", "solver"), ("guidance=autoguidance", "weak=run", "mixed"),
     ],
     "fid": [
