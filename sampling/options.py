@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field
 from runtime import schema
 from weights.averages import WeightsName
 
-MOST_SEED = 2**63 - 1  # seeds are sent between ranks, and stored, as int64
+MOST_SEED = 2**63 - 1  # seeds are stored as int64
 GRID_CLASSES = 10  # a grid shows at most this many classes unless some are named
 
 # ---- declared -------------------------------------------------------------------------------------------------------

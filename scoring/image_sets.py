@@ -66,8 +66,8 @@ class ImageSet:
     """Images to score, sampled or stored."""
 
     count: int
-    record: dict[str, Any]  # what they are; sampling adds their size
-    rule: str           # how pixels were rounded to uint8
+    record: dict[str, Any]      # what they are
+    rule: str                   # how pixels were rounded to uint8
     batches: Iterator[Batch]    # this rank's share; over all ranks each of 0 … count - 1 once, and copies, which are -1
 
 
