@@ -6,7 +6,6 @@
 Math in the paper's letters: t is a noise level in [0, 1], z_t = (1 - t)·x + t·eps the state, v = eps - x its velocity.
 """
 
-import importlib
 import math
 from collections.abc import Callable
 from functools import partial
@@ -171,6 +170,12 @@ def sample_tread(
     return RF().sample(net1, noise, y, num_steps, guidance=guidance)
 
 
+def main() -> None:
+    """Runs the command, which the modules of the method do not import."""
+    from sampling.grids import compare_guided
+
+    compare_guided()
+
+
 if __name__ == "__main__":
-    # The command lives in sample.py, which knows every diffusion. The modules of the method do not import it.
-    importlib.import_module("sample").compare_guided()
+    main()

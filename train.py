@@ -36,7 +36,8 @@ from runtime.schema import as_text, typed
 from sampling.generate import gathered, generate
 from sampling.options import labels_of
 from sampling.pictures import write_grid
-from scoring.image_sets import describe_weights, sampled_images
+from sampling.sampler import Sampler
+from scoring.image_sets import sampled_images, weights_record
 from scoring.results import result_row
 from scoring.score import score_on
 from training import speed
@@ -222,9 +223,9 @@ def report(run: Run, num_steps: int, since: float) -> None:
 def sample_grid(run: Run) -> None:
     cfg = run.cfg.samples
     assert run.decoder and run.grid
-    pictures = generate(run.accelerator, run.averages[cfg.weights], run.diffusion, run.decoder.decode, *run.grid,
-                        batch_size=cfg.batch_size, num_steps=cfg.num_steps, precision=run.sampling_precision)
-    picture = write_grid(run.accelerator, gathered(run.accelerator, pictures), run.grid_path,
+    pictures = generate(run.accelerator, run.averages[cfg.weights], Sampler(run.diffusion, cfg.num_steps),
+                        run.decoder.decode, *run.grid, batch_size=cfg.batch_size, precision=run.sampling_precision)
+    picture = write_grid(run.accelerator, gathered(run.accelerator, pictures), run.grid[1], run.grid_path,
                          run.latents.display_names)
     for tracker in run.accelerator.trackers if picture else ():
         # TensorBoard would take the first axis after the batch for the channels.
@@ -251,13 +252,13 @@ def evaluate(run: Run) -> None:
                               f"settings use fid.py")
             continue
         began = time.perf_counter()
-        weights = describe_weights(name, run.autoencoder, run.cfg.decode_precision, run.latents.classes,
-                                   run.model.num_classes, checkpoint=str(run.folder), step=run.step, in_training=True,
-                                   compiled=run.scores_compiled)
-        images = sampled_images(
-            accelerator, run.averages[name], run.diffusion, run.decoder.decode, seeds, labels, outline=outline,
-            batch_size=cfg.batch_size, num_steps=cfg.num_steps, precision=run.sampling_precision, weights=weights,
-            guidance=None if scale is None else Guidance(scale))
+        weights = weights_record(name, run.autoencoder, run.cfg.decode_precision, run.latents.classes,
+                                 run.model.num_classes, checkpoint=str(run.folder), step=run.step, in_training=True,
+                                 compiled=run.scores_compiled)
+        sampler = Sampler(run.diffusion, cfg.num_steps, None if scale is None else Guidance(scale))
+        images = sampled_images(accelerator, run.averages[name], sampler, run.decoder.decode, seeds, labels,
+                                outline=outline, batch_size=cfg.batch_size, size=evaluator.reference.record["size"],
+                                precision=run.sampling_precision, weights=weights)
         scores = score_on(accelerator, evaluator, images)
         seconds = time.perf_counter() - began
         if accelerator.is_main_process:

@@ -9,10 +9,11 @@ import zipfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from accelerate import PartialState
+from accelerate import Accelerator, PartialState
 from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngImageFile, PngInfo
 from torch import Tensor
@@ -37,8 +38,8 @@ def draw_grid(
     Where each class has a single image, eight share a row. A name with letters that the font does not have is replaced
     by the class's number.
     """
-    images = images.numpy()
-    height, width = images.shape[1:3]
+    pixels = images.numpy()
+    height, width = pixels.shape[1:3]
     zoom = max(1, 64 // height)
     present = [label for label in dict.fromkeys([*classes, *labels]) if label in labels]
     groups = [[i for i, other in enumerate(labels) if other == label] for label in present]
@@ -49,8 +50,9 @@ def draw_grid(
     rows = [group[i:i + columns] for group in groups for i in range(0, len(group), columns)]
 
     # DejaVu Sans comes with matplotlib and has letters far beyond Latin.
-    [folder] = importlib.util.find_spec("matplotlib").submodule_search_locations
-    font = ImageFont.truetype(Path(folder) / "mpl-data/fonts/ttf/DejaVuSans.ttf", size=12)
+    matplotlib = importlib.util.find_spec("matplotlib")
+    assert matplotlib is not None and matplotlib.origin is not None
+    font = ImageFont.truetype(Path(matplotlib.origin).parent / "mpl-data/fonts/ttf/DejaVuSans.ttf", size=12)
     unknown = bytes(font.getmask("\U0010ffff"))  # the box that stands for a missing letter
 
     def caption(label: int) -> str:
@@ -68,7 +70,7 @@ def draw_grid(
     for r, row in enumerate(rows):
         pen.text((6, r * cell_h + cell_h / 2), texts[r], fill="black", font=font, anchor="lm")
         for c, i in enumerate(row):
-            picture = Image.fromarray(images[i]).resize((width * zoom, height * zoom), Image.Resampling.NEAREST)
+            picture = Image.fromarray(pixels[i]).resize((width * zoom, height * zoom), Image.Resampling.NEAREST)
             grid.paste(picture, (margin + c * cell_w + 1, r * cell_h + 1))
     return grid
 
@@ -82,19 +84,19 @@ def save_image(image: Image.Image, path: Path, record: dict[str, object], synced
 
 
 def write_grid(
-    state: PartialState, batches: Iterable[Batch], path: Path, display_names: list[str] | None,
-    classes: Iterable[int] = (),
+    state: Accelerator | PartialState, images: Iterable[Tensor], labels: list[int], path: Path,
+    display_names: list[str] | None, classes: Iterable[int] = (),
 ) -> Image.Image | None:
-    """Consumes the gathered batches of all ranks; the main one writes the grid and returns it."""
-    _, labels, images = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    """Consumes the gathered images of all ranks; the main one writes the grid and returns it."""
+    together = torch.cat([*images])
     if not state.is_main_process:
         return None
-    grid = draw_grid(images, labels.tolist(), display_names, classes)
+    grid = draw_grid(together, labels, display_names, classes)
     save_image(grid, path, describe_device(state.device))
     return grid
 
 
-def read_sampling_record(path: Path) -> dict | None:
+def read_sampling_record(path: Path) -> dict[str, Any] | None:
     """Reads the record that `save_image` or `write_npz` put into a file; None if the file has none."""
     try:
         if path.suffix == ".npz":
@@ -137,7 +139,9 @@ def check_folder(folder: Path, name: str, overwrite: bool) -> list[Path]:
     return earlier
 
 
-def write_pngs(state: PartialState, batches: Iterable[Batch], folder: Path, name: str) -> None:
+def write_pngs(
+    state: PartialState, batches: Iterable[Batch], folder: Path, name: str, seeds: list[int], labels: list[int],
+) -> None:
     """Consumes this rank's batches, and writes each image as `<seed>_<label>.png` while the next batch is sampled.
 
     Each picture records the name of its set. A kill leaves fewer pictures, but no part of one under a picture's name.
@@ -147,44 +151,36 @@ def write_pngs(state: PartialState, batches: Iterable[Batch], folder: Path, name
     state.wait_for_everyone()  # before any rank writes there, also a picture of a name that was removed
     record = {**describe_device(state.device), "set": name}
 
-    def write(seed: int, label: int, image: np.ndarray) -> None:
-        save_image(Image.fromarray(image), folder / f"{seed:06d}_{label}.png", record, synced=False)
+    def write(index: int, image: np.ndarray) -> None:
+        save_image(Image.fromarray(image), folder / f"{seeds[index]:06d}_{labels[index]}.png", record, synced=False)
 
     with ThreadPoolExecutor(WRITERS) as pool:
-        writes = iter(())
-        for seeds, labels, images in batches:
-            real = seeds >= 0  # without the copies
-            rows = [part[real].cpu() for part in (seeds, labels, images)]
+        writes: Iterator[None] = iter(())
+        for indices, images in batches:
+            real = indices >= 0  # without the copies
+            pixels = [*images.cpu()[real].numpy()]
             list(writes)  # waits for the last batch, and raises its errors
-            writes = pool.map(write, rows[0].tolist(), rows[1].tolist(), rows[2].numpy())
+            writes = pool.map(write, indices[real].tolist(), pixels)
         list(writes)
     os.sync()  # once, as a sync of each picture would take longer than sampling it
     state.wait_for_everyone()
 
 
 def write_npz(
-    state: PartialState, batches: Iterable[Batch], path: Path, count: int,
+    state: PartialState, images: Iterable[Tensor], path: Path, seeds: list[int], labels: list[int],
     keys: tuple[str, str] = ("arr_0", "arr_1"),
 ) -> None:
-    """Consumes the gathered batches of all ranks; the main one streams them into an npz, by default in ADM's keys.
+    """Consumes the gathered images of all ranks; the main one streams them into an npz, by default in ADM's keys.
 
     The first key has the images (N, H, W, 3) uint8 or the latents (N, C, h, w) float32, and the second the labels (N,)
     int64. `seeds` has the seeds (N,) int64. The archive's comment names the device that sampled them.
     """
     if not state.is_main_process:
-        for _ in batches:  # every rank samples its share
+        for _ in images:  # every rank samples its share
             pass
         return
-    all_seeds, all_labels = [], []
-
-    def images() -> Iterator[np.ndarray]:
-        for seeds, labels, images in batches:
-            all_seeds.append(seeds.numpy())
-            all_labels.append(labels.numpy())
-            yield images.numpy()
-
     with atomic_write(path) as partial, zipfile.ZipFile(partial, "w") as archive:
         archive.comment = json.dumps(describe_device(state.device)).encode()
-        write_array(archive, keys[0], images(), count)
-        write_array(archive, keys[1], all_labels, count)
-        write_array(archive, "seeds", all_seeds, count)
+        write_array(archive, keys[0], (part.numpy() for part in images), len(seeds))
+        write_array(archive, keys[1], [np.array(labels)], len(seeds))
+        write_array(archive, "seeds", [np.array(seeds)], len(seeds))

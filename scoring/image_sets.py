@@ -7,37 +7,34 @@ import hashlib
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from accelerate import PartialState
+from accelerate import Accelerator, PartialState
 from accelerate.utils import gather_object
 from torch import Tensor
 from tqdm import tqdm
 
 from dit import DiT
-from edm import EDM
-from guidance import Guidance
 from latents.decoding import UnreadableImage, is_transparent, open_image
 from latents.folder import open_latents
 from latents.images import open_source
-from rf import RF
 from runtime import files
+from runtime.device import DType
 from runtime.untrusted import Arrays, read_header, reading
-from sampling.checks import sampler_settings
-from sampling.generate import SAMPLING_VERSION, generate, sampling_cost
+from sampling.generate import SAMPLING_VERSION, Batch, generate
+from sampling.sampler import Sampler
 from weights import autoencoders
 
 ARRAYS = (".npz", ".npy")
 BALANCED = "class seed % number of classes"
 SAMPLED_RULE = "uint8 = floor(clip(127.5 x + 128, 0, 255))"
 Alpha = Literal["drop", "white"]
-Indexed = Iterator[tuple[Tensor, Tensor]]  # indices (B,) int64, -1 for a copy; images (B, H, W, 3) uint8
 
 
 @dataclass
@@ -46,7 +43,7 @@ class StoredImages:
 
     count: int
     read: Callable[[np.ndarray], Tensor]    # indices (B,) -> uint8 (B, H, W, 3)
-    record: dict
+    record: dict[str, Any]
     shuffled: np.ndarray | None = None      # all indices in a fixed shuffled order; None: they are scored as stored
     rule: str = "as stored"                 # how pixels were rounded to 8 bits
 
@@ -58,15 +55,21 @@ class StoredImages:
         chosen = evenly(self.count, num)
         return chosen if self.shuffled is None else self.shuffled[np.isin(self.shuffled, chosen)]
 
+    def share(self, state: Accelerator | PartialState, chosen: np.ndarray, batch_size: int) -> Iterator[Batch]:
+        """Reads this rank's share of the `chosen` images, batch by batch, with their places in `chosen`."""
+        for start in range(state.process_index * batch_size, len(chosen), batch_size * state.num_processes):
+            indices = chosen[start : start + batch_size]
+            yield torch.arange(start, start + len(indices)), self.read(indices)
+
 
 @dataclass
 class ImageSet:
     """Images to score, sampled or stored."""
 
     count: int
-    record: dict        # what they are; sampling adds their size
-    rule: str           # how pixels were rounded to uint8
-    batches: Indexed    # this rank's share; over all ranks each of 0 … count - 1 once, and copies, which are -1
+    record: dict[str, Any]      # what they are
+    rule: str                   # how pixels were rounded to uint8
+    batches: Iterator[Batch]    # this rank's share; over all ranks each of 0 … count - 1 once, and copies, which are -1
 
 
 def evenly(count: int, num: int) -> np.ndarray:
@@ -81,7 +84,7 @@ def evenly(count: int, num: int) -> np.ndarray:
 
 
 def open_images(
-    state: PartialState,
+    state: Accelerator | PartialState,
     key: str,                               # the setting that names the path, for messages
     path: str,
     resolution: int | None = None,
@@ -167,7 +170,7 @@ def open_decoded(
 
 
 def open_files(
-    state: PartialState, key: str, path: str, resolution: int | None, alpha: Alpha | None = None,
+    state: Accelerator | PartialState, key: str, path: str, resolution: int | None, alpha: Alpha | None = None,
 ) -> StoredImages:
     """Opens a folder or archive of images, which are scored in the order of their hashes, whatever their names are.
 
@@ -176,45 +179,46 @@ def open_files(
     source = open_source(path, labels="none", key=key)
     pool = ThreadPoolExecutor(8)
 
-    def look(index: int) -> tuple[int, bytes, tuple[int, int], bool, str | None]:
+    def unreadable(index: int, error: Exception) -> ValueError:
+        return ValueError(f"{key}={path}: {source.names[index]} cannot be read as an image ({error}): replace it.")
+
+    def look(index: int) -> tuple[int, bytes, tuple[int, int], bool]:
         try:
             data = source.read(index)
             with open_image(data) as image:  # the header only, unless it has an alpha channel
-                return index, hashlib.sha256(data).digest(), image.size, not alpha and is_transparent(image), None
+                return index, hashlib.sha256(data).digest(), image.size, not alpha and is_transparent(image)
         except (UnreadableImage, OSError) as error:
-            return index, b"", (0, 0), False, f"{source.names[index]} ({error})"
+            raise unreadable(index, error) from error
 
-    mine, looked = range(state.process_index, len(source), state.num_processes), []
+    mine = range(state.process_index, len(source), state.num_processes)
+    looked: list[tuple[int, bytes, tuple[int, int], bool]] = []
     for start in tqdm(range(0, len(mine), 256), desc="looking at files", unit=" × 256 img", delay=2, leave=False,
                       disable=not state.is_main_process or None):
         looked += pool.map(look, mine[start : start + 256])
-    _, digests, sizes, transparent, failures = zip(*sorted(gather_object(looked)), strict=True)
-    if broken := [why for why in failures if why]:
-        raise ValueError(f"{key}={path}: {len(broken)} of {len(source)} files cannot be read as images, first "
-                         f"{broken[0]}: replace them.")
+    _, digests, sizes, transparent = zip(*sorted(gather_object(looked)), strict=True)
     if any(transparent):
         raise ValueError(f"{key}={path}: {sum(transparent):,} of {len(source):,} files are partly transparent, such as "
                          f"{source.names[transparent.index(True)]}: set alpha=drop to keep their colours, as ADM, "
                          f"pytorch-fid and clean-fid do, or alpha=white to lay them over white"
                          f"{'. fid.py reference_from= makes an npz so' * ('.' in key)}.")
-    copies, sizes = len(digests) - len({*digests}), Counter(sizes)
+    copies, counts = len(digests) - len({*digests}), Counter(sizes)
     if copies > len(digests) // 100 and state.is_main_process:
         print(f"{key}={path}: {copies:,} of {len(digests):,} files are copies of others, as if seeds were used twice.")
-    if len(sizes) > 1 and resolution is None:
-        most = ", ".join(f"{count} of {width}x{height}" for (width, height), count in sizes.most_common(3))
-        raise ValueError(f"{key}={path} holds images of {len(sizes)} sizes ({most}): resize them to one, or set "
+    if len(counts) > 1 and resolution is None:
+        most = ", ".join(f"{count} of {width}x{height}" for (width, height), count in counts.most_common(3))
+        raise ValueError(f"{key}={path} holds images of {len(counts)} sizes ({most}): resize them to one, or set "
                          f"resolution= to scale and crop them by ADM's rule.")
 
     def pixels(index: int) -> np.ndarray:
         try:
             return source.pixels(index, resolution, alpha)
         except UnreadableImage as error:
-            raise ValueError(f"{key}={path}: {source.names[index]} is damaged ({error}): replace it.") from error
+            raise unreadable(index, error) from error
 
     def read(indices: np.ndarray) -> Tensor:
         return torch.from_numpy(np.stack(list(pool.map(pixels, indices.tolist()))))
 
-    size = [resolution] * 2 if resolution else list(next(iter(sizes))[::-1])
+    size = [resolution] * 2 if resolution else list(sizes[0][::-1])
     record = {"path": str(path), "sha256": hashlib.sha256(b"".join(digests)).hexdigest(), "size": size,
               "order": "shuffled by the files' SHA-256, copies apart"} | ({"alpha": alpha} if alpha else {})
     return StoredImages(len(source), read, record, shuffled(digests))
@@ -222,72 +226,53 @@ def open_files(
 
 def shuffled(digests: tuple[bytes, ...]) -> np.ndarray:
     """Orders files (n,) by a hash of their content and the number of earlier copies, which spreads copies."""
-    copies, keys = Counter(), []
+    copies, keys = Counter[bytes](), []
     for digest in digests:
         keys.append(hashlib.sha256(digest + copies[digest].to_bytes(8, "big")).digest())
         copies[digest] += 1
     return np.array(sorted(range(len(keys)), key=keys.__getitem__))
 
 
-def read_share(state: PartialState, images: StoredImages, chosen: np.ndarray, batch_size: int) -> Indexed:
-    """Reads this rank's share of the `chosen` images, batch by batch, with their places in `chosen`."""
-    for start in range(state.process_index * batch_size, len(chosen), batch_size * state.num_processes):
-        indices = chosen[start : start + batch_size]
-        yield torch.arange(start, start + len(indices)), images.read(indices)
-
-
 # ---- sampled --------------------------------------------------------------------------------------------------------
 
 
-def describe_weights(
+def weights_record(
     weights: str, autoencoder: str, decode_precision: str, classes: list[int], num_classes: int, *, checkpoint: str,
     step: int | None, **more: object,
-) -> dict:
+) -> dict[str, Any]:
     """Records weights, decoder and classes: all, a list, or the length and hash of a long list."""
+    shown: object = classes
     if classes == list(range(num_classes)):
-        classes = "all"
+        shown = "all"
     elif len(classes) > 100:
-        classes = {"count": len(classes), "sha256": files.record_sha256({"classes": classes})}
+        shown = {"count": len(classes), "sha256": files.record_sha256({"classes": classes})}
     ema = None if "imported" in more else weights.startswith("ema")  # the import's record has the key in their file
     return {"checkpoint": checkpoint, "step": step, "weights": weights, "ema": ema, **more,
-            "classes": classes, "autoencoder": autoencoder,
+            "classes": shown, "autoencoder": autoencoder,
             "autoencoder_sha256": autoencoders.sha256_of(autoencoder), "decode_precision": decode_precision}
 
 
 def sampled_images(
-    state: PartialState,
+    state: Accelerator | PartialState,
     net: DiT,
-    diffusion: EDM | RF,
+    sampler: Sampler,
     decode: Callable[[Tensor], Tensor],     # latents (B, C, h, w) -> images (B, H, W, 3) uint8
     seeds: list[int],                       # of all ranks; each is one image
     labels: list[int],                      # one a seed
     *,
     batch_size: int,                        # images a rank samples at once
-    num_steps: int,
-    guidance: Guidance | None = None,
-    precision: str = "fp32",                # of the network, under autocast
-    sampler: dict | None = None,            # settings of `diffusion.sample`; None: its own
+    size: list[int] | None = None,          # height and width of the images
+    precision: DType = "fp32",              # of the network, under autocast
     outline: DiT | None = None,             # a network of the same shapes to count costs on; None: `net`
-    weights: dict | None = None,            # the record that `describe_weights` makes
-    guidance_record: dict | None = None,    # None: guidance's own record
+    weights: Mapping[str, Any] | None = None,   # what `weights_record` made
 ) -> ImageSet:
     """Returns images that a network samples from `seeds`, and the record that a result needs to be compared."""
-    sampler = sampler_settings(diffusion, sampler or {})
-    passes, linear, attention = sampling_cost(outline or net, diffusion, num_steps, guidance, **sampler)
-    finite = {key: str(value) if value == math.inf else value for key, value in sampler.items()}  # JSON has no infinity
+    linear, attention = sampler.cost(outline or net)
     record = {
-        **(weights or {}), "diffusion": type(diffusion).__name__, "sampler": {"solver": "heun", **finite},
-        "num_steps": num_steps, "guidance": guidance_record or (guidance and guidance.record()),
-        "precision": precision, "size": None, "seeds": f"{seeds[0]}-{seeds[-1]}",
+        **(weights or {}), **sampler.record(), "precision": precision, "size": size, "seeds": f"{seeds[0]}-{seeds[-1]}",
         "labels": BALANCED, "order": "of the seeds", "sampling_version": SAMPLING_VERSION,
-        "evaluations": passes, "multiply_adds": {"linear": linear, "attention": attention},  # per image
+        "evaluations": sampler.passes(outline or net).total(),  # of an image, as are
+        "multiply_adds": {"linear": linear, "attention": attention},
     }
-    index_of = dict(zip(seeds, range(len(seeds)), strict=True)) | {-1: -1}  # a copy has seed -1
-
-    def batches() -> Indexed:
-        for sampled, _, images in generate(state, net, diffusion, decode, seeds, labels, batch_size=batch_size,
-                                           num_steps=num_steps, guidance=guidance, precision=precision, **sampler):
-            record["size"] = list(images.shape[1:3])
-            yield torch.tensor([index_of[seed] for seed in sampled.tolist()]), images
-
-    return ImageSet(len(seeds), record, SAMPLED_RULE, batches())
+    batches = generate(state, net, sampler, decode, seeds, labels, batch_size=batch_size, precision=precision)
+    return ImageSet(len(seeds), record, SAMPLED_RULE, batches)

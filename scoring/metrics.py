@@ -7,6 +7,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import torch
 from scipy.linalg.lapack import dpstrf
 from torch import Tensor
@@ -17,6 +18,7 @@ SPLIT = 5000        # images of one Inception Score; the score of a set is the m
 NEIGHBOUR = 3       # precision and recall: a ball reaches the third nearest neighbour
 BLOCK = 10000       # rows and columns of distances that ADM's evaluator computes in one piece
 
+Array = Tensor | np.ndarray
 OverRanks = Callable[[Tensor], Tensor]  # sums a tensor over all processes
 Distances = Callable[[Tensor, Tensor], Tensor]  # features (N, D) and (M, D) -> squared distances (N, M)
 
@@ -93,7 +95,7 @@ def mean_score(sums: Tensor) -> float:
 # ---- statistics -> scores -------------------------------------------------------------------------------------------
 
 
-def frechet_distance(mu1, sigma1, mu2, sigma2) -> float:
+def frechet_distance(mu1: Array, sigma1: Array, mu2: Array, sigma2: Array) -> float:
     """Computes |mu1 - mu2|² + tr(sigma1 + sigma2 - 2 (sigma1 sigma2)^½) of two Gaussians (Heusel et al., 1706.08500).
 
     Means (D,) and covariances (D, D) are tensors or arrays. With sigma1 = A Aᵀ and sigma2 = B Bᵀ the trace of the root

@@ -51,7 +51,8 @@ from runtime.schema import (
     first_line,
     one_of,
 )
-from sampling import generate
+from sampling.generate import generate
+from sampling.sampler import Sampler
 from scoring.features import EXTRACTORS, extract, load_extractor, versions
 from training import speed
 from training.cuda_graphs import Compile, record_passes, record_update
@@ -368,13 +369,13 @@ def time_train(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
 def time_sample(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
     """Times sampling one batch of latents per rank by the dense variants, as images are; decoding is not included."""
     device, seeds = accelerator.device, list(range(cfg.batch_size * accelerator.num_processes))
-    labels, diffusion = [seed % cfg.num_classes for seed in seeds], build_diffusion(cfg.diffusion)
+    labels = [seed % cfg.num_classes for seed in seeds]
     guidance = None if cfg.scale is None else Guidance(cfg.scale)
+    sampler = Sampler(build_diffusion(cfg.diffusion), cfg.num_steps, guidance)
 
     def sample(net: DiT, mark: Mark) -> None:
-        for _ in generate.generate(accelerator, net, diffusion, lambda latents: latents, seeds, labels,
-                                   guidance=guidance, batch_size=cfg.batch_size, num_steps=cfg.num_steps,
-                                   precision=cfg.precision):
+        for _ in generate(accelerator, net, sampler, lambda latents: latents, seeds, labels, batch_size=cfg.batch_size,
+                          precision=cfg.precision):
             pass
         mark("sampling")
 
@@ -387,7 +388,7 @@ def time_sample(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
     if not works:
         raise ValueError(f"mode=sample times variants dit and dit-eager, but variants={cfg.variants}.")
     rounds, parts, products = take_turns(cfg.rounds, device, cfg.precision, works)
-    flops = 2 * sum(generate.sampling_cost(net, diffusion, cfg.num_steps, guidance)[1:])
+    flops = 2 * sum(sampler.cost(net))
     return {"matmul FLOP/s": products, "rows": [{
         "variant": name, "batch": cfg.batch_size, "tokens": cfg.tokens, "ranks": accelerator.num_processes,
         "images/s": len(seeds) / median(took), "s/batch": median(took), "parts": parts[name],

@@ -41,6 +41,7 @@ from runtime.command import command, commit, compose
 from runtime.device import device_name
 from runtime.schema import Location, Settings, Text, first_line, read
 from sampling.generate import generate
+from sampling.sampler import Sampler
 from scoring.features import ADM_GRAPH_URL, INCEPTION_URL
 from scripts import benchmark
 from train import train_step, trained_weights, update_ema
@@ -358,8 +359,8 @@ def check_sampling(machine: Machine) -> str:
     accelerator, seeds = machine.accelerator("fp32"), list(range(4 * machine.world))
     net, sampled = make_objective(machine.network, False, machine.device).net.eval(), []
     for precision in ("fp32", "bf16"):
-        [(_, _, latents)] = generate(accelerator, net, EDM(), lambda latents: latents, seeds, seeds, batch_size=4,
-                                     num_steps=2, precision=precision)
+        [(_, latents)] = generate(accelerator, net, Sampler(EDM(), 2), lambda latents: latents, seeds, seeds,
+                                  batch_size=4, precision=precision)
         sampled.append(latents)
     apart = ((sampled[1] - sampled[0]).norm() / sampled[0].norm()).item()
     return require_at_most(f"latents within {apart:.1e} of those in float32 (at most {SAMPLED:g})", (apart, SAMPLED))

@@ -54,7 +54,7 @@ def run_command(entry, program: str, *overrides: str, **settings) -> None:
 def commands() -> dict[str, tuple[Path, str]]:
     """File and name of the declared settings of every function that is a command, by its config."""
     listed = {}
-    for file in (*ROOT.glob("*.py"), *ROOT.glob("scripts/**/*.py")):
+    for file in (*ROOT.glob("*.py"), *ROOT.glob("sampling/*.py"), *ROOT.glob("scripts/**/*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             for call in getattr(node, "decorator_list", []):
                 if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "command":
@@ -78,11 +78,10 @@ def one_rank():
 def score_with(extractor, reference, batches, count: int, asked=None) -> dict[str, float]:
     """Scores images on one extractor, with its reference measured, as fid.py and training do."""
     from scoring.image_sets import ImageSet
-    from scoring.score import Evaluator, available_metrics, measure_reference, score_on
+    from scoring.score import Evaluator, available_metrics, score_on
 
-    metrics = available_metrics(extractor, reference, asked, count)
-    evaluator = Evaluator(extractor, measure_reference(one_rank(), reference, extractor, metrics), metrics)
-    return score_on(one_rank(), evaluator, ImageSet(count, {}, "", batches))
+    evaluator = Evaluator(extractor, reference, available_metrics(extractor, reference, asked, count))
+    return score_on(one_rank(), evaluator.measured(one_rank(), 64), ImageSet(count, {}, "", batches))
 
 
 def save_vae(folder: Path, levels: int = 2, **config) -> Path:

@@ -28,10 +28,6 @@ def corners(weights, device):
     return lambda images: quarters(images).flatten(1)
 
 
-def pixels(weights, device):
-    return means(weights, device)
-
-
 def number(weights, device):
     return lambda images: images.float().mean()
 

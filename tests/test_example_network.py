@@ -11,6 +11,7 @@ import fid
 import sample
 from guidance import Guidance
 from sampling.generate import generate
+from sampling.sampler import Sampler
 from weights.autoencoders import load_decoder
 from weights.loading import load_trained
 
@@ -25,8 +26,8 @@ def trained():
 def sampled(trained, name, guidance):
     """Samples eight images of a class in 12 steps; returns (8, 32, 32, 3) in 0..255."""
     decode = load_decoder(trained.autoencoder, (3, 32, 32), trained.convention).decode
-    batches = generate(one_rank(), trained.net, trained.diffusion, decode, list(range(8)),
-                       8 * [trained.class_names.index(name)], batch_size=8, num_steps=12, guidance=guidance)
+    batches = generate(one_rank(), trained.net, Sampler(trained.diffusion, 12, guidance), decode, list(range(8)),
+                       8 * [trained.class_names.index(name)], batch_size=8)
     return torch.cat([images for *_, images in batches]).numpy().astype(float)
 
 

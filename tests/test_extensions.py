@@ -83,16 +83,16 @@ def run(shapes, tmp_path_factory):
     return folder / "whole"
 
 
-def test_the_pages_solver_guidance_metric_and_extractor_score_a_run_and_are_recorded(run, tmp_path):
+def test_the_pages_solver_guidance_and_metric_score_a_run_and_are_recorded(run, tmp_path):
     how = [f"checkpoint={run}", "num_steps=3", "cpu=true", "guidance=cfg", "scale=2", "+kind.name=rescaled",
            "+kind.share=0.5", "sampler.solver=midpoint", "+sampler.at=0.4"]
     run_command(sample.main, "sample.py", *how, "seeds=0-7", f"out={tmp_path}/x.npz")
-    run_command(fid.main, "fid.py", *how, f"reference={tmp_path}/x.npz", "features=colours", "num_samples=8", "seed=0",
-                "metrics=[fd_colours,mean_distance]", f"results={tmp_path}/results.jsonl")
+    run_command(fid.main, "fid.py", *how, f"reference={tmp_path}/x.npz", "features=pixels", "num_samples=8", "seed=0",
+                "metrics=[fd_pixels,mean_distance]", f"results={tmp_path}/results.jsonl")
     row = json.loads((tmp_path / "results.jsonl").read_text())
     assert row["source"]["sampler"] == {"solver": "midpoint", "at": 0.4} and row["source"]["evaluations"] == 12
     assert row["source"]["guidance"]["kind"] == {"name": "rescaled", "share": 0.5}
-    assert row["metrics"] == pytest.approx({"fd_colours": 0, "mean_distance": 0}, abs=1e-4)  # the same images
+    assert row["metrics"] == pytest.approx({"fd_pixels": 0, "mean_distance": 0}, abs=1e-4)  # the same images
 
 
 def test_the_pages_solver_is_exact_for_a_velocity_that_is_linear_in_time(run):
@@ -105,7 +105,7 @@ def test_the_pages_solver_is_exact_for_a_velocity_that_is_linear_in_time(run):
 
 @pytest.mark.parametrize(("settings", "says"), [
     (["sampler.solver=midpont"], "midpont"),
-    (["sampler.solver=midpoint", "+sampler.eta=1"], "eta=1: solvers/midpoint.py has no such .* has solver, at"),
+    (["sampler.solver=midpoint", "+sampler.eta=1"], "eta=1: .* solvers/midpoint.py has no such .* has solver, at"),
     (["sampler.solver=midpoint", "+sampler.at=[1]"], "sampler: at=.*valid number"),
     (["guidance=cfg", "scale=2", "+kind.name=resized"], "There is no guidances/resized.py; choose one of rescaled"),
     (["guidance=cfg", "scale=2", "+kind.name=rescaled", "+kind.share=x"], "kind: share=x: it should be a valid number"),

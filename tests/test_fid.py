@@ -1,7 +1,4 @@
-"""Statistics, distances and neighbourhoods against closed forms and other people's code; fid.py against mistakes.
-
-REPORTS are situations from public reports: the source, the situation, and what comes out.
-"""
+"""Statistics, distances and neighbourhoods against closed forms and other people's code; fid.py against mistakes."""
 
 import json
 import shutil
@@ -29,6 +26,7 @@ from edm import EDM
 from guidance import Guidance
 from latents.images import open_shapes
 from runtime import files
+from sampling.sampler import Sampler
 from scoring import image_sets, metrics, score
 from scoring.features import EXTRACTORS, extract, load_extractor
 from scoring.score import FeatureStats, available_metrics, open_reference
@@ -163,12 +161,12 @@ def shapes(count, seed=0, side=16):
     return torch.from_numpy(np.stack([source.pixels(i) for i in range(count)]))
 
 
-def write_folder(folder, images, places=("",), suffixes=(".png",)):
-    """Writes images, equally many into each of the places below a folder, with each suffix in turn."""
+def write_folder(folder, images, places=("",)):
+    """Writes images, equally many into each of the places below a folder."""
     for i, image in enumerate(images):
-        file = folder / places[i * len(places) // len(images)] / f"{i:04d}{suffixes[i % len(suffixes)]}"
+        file = folder / places[i * len(places) // len(images)] / f"{i:04d}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(np.array(image)).save(file, format=file.suffix[1:])
+        Image.fromarray(np.array(image)).save(file)
     return folder
 
 
@@ -230,19 +228,19 @@ class Waits(TorchDispatchMode):
         return function(*args, **kwargs)
 
 
-def test_a_batch_of_sampled_images_waits_for_the_device_once_and_looks_at_the_last_ones_features(monkeypatch):
+def test_a_batch_of_sampled_images_waits_for_the_device_once(monkeypatch):
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
     with torch.device("meta"):
         net = build_network(dict(input_size=16, patch_size=8, in_channels=3, hidden_size=8, depth=1, num_heads=2,
                                  num_classes=3))
     adm, decode = inception_like(), partial(Identity("meta").decode, strict=True)
     stats = FeatureStats(adm, 12, "meta", keep_pool=12)
-    images = image_sets.sampled_images(one_rank(), net, EDM(), decode, list(range(12)), [0] * 12, batch_size=4,
-                                       num_steps=3, guidance=Guidance(2), sampler={"S_churn": 1})
+    sampler = Sampler(EDM(), 3, Guidance(2), {"S_churn": 1})
+    images = image_sets.sampled_images(one_rank(), net, sampler, decode, list(range(12)), [0] * 12, batch_size=4)
     with Waits() as waits:
         for indices, features in extract(adm, images.batches):
             stats.add(indices, features)
-    assert (waits.values, waits.copies) == (3 + 3, 0) and stats.moments["pool"].count == 12
+    assert (waits.values, waits.copies) == (3, 0) and stats.moments["pool"].count == 12
 
 
 # ---- references
@@ -273,15 +271,14 @@ def test_statistics_in_the_reference_win_over_its_images_as_in_adm(tmp_path):
     np.savez(tmp_path / "ref.npz", mu=np.zeros(16), sigma=np.eye(16))
     reference = open_reference(one_rank(), tmp_path / "ref.npz", adm, reference_size=16)
     assert available_metrics(adm, reference) == ["fid", "inception_score"]
-    for name, why in (("precision", "no images under arr_0"), ("sfid", "no mu_s and sigma_s"),
-                      ("kid", "features=adm has fid, ")):
+    for name, why in (("precision", "no images under arr_0"), ("sfid", "no mu_s and sigma_s"), ("kid", "adm has fid")):
         with pytest.raises(ValueError, match=why):
             available_metrics(adm, reference, [name])
 
 
 def no_covariances(size):
     """Returns matrices that are no covariances, by what is wrong with them."""
-    return {"not symmetric": np.triu(np.ones((size, size))), "all finite": np.full((size, size), np.nan),
+    return {"not symmetric": np.triu(np.ones((size, size))), "not all finite": np.full((size, size), np.nan),
             "negative eigenvalues, down to -": np.diag([-0.1, *np.ones(size - 1)]), "of shape": np.eye(size)[:-1]}
 
 
@@ -290,13 +287,12 @@ LIKE_ADM = dict(mu=np.zeros(16), sigma=np.eye(16), mu_s=np.zeros(24), sigma_s=np
 
 
 @pytest.mark.parametrize(("arrays", "sizes", "message"), [
-    *((LIKE_ADM | {key: matrix}, {}, f"ref.npz has {key} .*{why}")
+    *((LIKE_ADM | {key: matrix}, {}, f"ref.npz is not a reference for .*it has {key} .*{why}")
       for key, size in (("sigma", 16), ("sigma_s", 24)) for why, matrix in no_covariances(size).items()),
     # of another network with as many features
     (PIXELS | dict(mu_s=np.zeros(2023), sigma_s=np.eye(2023), arr_0=shapes(5).numpy()), {},
-     "mu_s and sigma_s, so it was measured on Inception, not on features=pixels: make a reference from images"),
-    (PIXELS | dict(weights_sha256="pixels:abc"), {},
-     "weights of SHA-256 abc, but features=pixels are pixels-8x8 by weights of None"),
+     "mu_s and sigma_s are Inception's, so make one from images, such as an npy of its arr_0"),
+    (PIXELS | dict(weights_sha256="pixels:abc"), {}, "features by pixels:abc, not on pixels-8x8 by pixels:None"),
     # of another resolution, or of an unknown one
     (PIXELS, {}, "does not record the size of its images: give reference_size=, as in reference_size=256"),
     (PIXELS | dict(size=[32, 32]), dict(images_size=[16, 16]), "is of 32x32 images, but the images are 16x16: name"),
@@ -310,11 +306,7 @@ def test_statistics_that_are_none_or_of_other_features_or_sizes_are_refused(arra
     np.savez(tmp_path / "ref.npz", **arrays)
     is_adm = len(arrays.get("mu", ())) == 16
     extractor = inception_like() if is_adm else load_extractor(one_rank(), "pixels")
-    if message is None:
-        assert open_reference(one_rank(), tmp_path / "ref.npz", extractor, **sizes).record["size"] == list(
-            sizes["images_size"])
-        return
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) if message else nullcontext():
         open_reference(one_rank(), tmp_path / "ref.npz", extractor, **sizes)
 
 
@@ -331,15 +323,13 @@ def test_rounded_statistics_and_those_of_few_images_are_accepted(count, tmp_path
 def test_an_npz_is_read_in_any_order_and_damage_raises_a_one_line_error(write, tmp_path):
     images, path = shapes(40).numpy(), tmp_path / "images.npz"
     write(path, arr_0=images)
-    stored = image_sets.open_array("images", str(path))
+    stored, content = image_sets.open_array("images", str(path)), bytearray(path.read_bytes())
     for indices in (np.array([3, 4, 30]), np.array([39, 0])):
         assert np.array_equal(stored.read(indices).numpy(), images[indices])
-    content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    stored = image_sets.open_array("images", str(path))
     with pytest.raises(ValueError, match="images.npz is not complete before image 40"):
-        stored.read(np.arange(40))
+        image_sets.open_array("images", str(path)).read(np.arange(40))
     path.write_bytes(content[: len(content) // 2])
     with pytest.raises(ValueError, match="images.npz is not a complete npz"):
         image_sets.open_array("images", str(path))
@@ -361,7 +351,7 @@ def score_in_splits(images, split, monkeypatch):
         "probs": torch.nn.functional.one_hot((x[:, 0, 0, 0] // 25).long(), 10).float()},
         sizes={"pool": 16, "spatial": 24, "probs": 10})
     stored = image_sets.open_images(one_rank(), "images", str(images))
-    batches = image_sets.read_share(one_rank(), stored, stored.choose(stored.count), 50)
+    batches = stored.share(one_rank(), stored.choose(stored.count), 50)
     reference = open_reference(one_rank(), images, adm)
     return score_with(adm, reference, batches, stored.count, ["inception_score"])["inception_score"]
 
@@ -482,6 +472,9 @@ def test_a_row_has_what_was_measured(tmp_path, run_folder, reference_npz, capsys
     assert [row["summary"], other["summary"]] == summaries
     printed = capsys.readouterr().out
     assert all(summary in printed for summary in summaries) and printed.count("fd_pixels ") == 2
+    alone = shutil.copytree(checkpoints.latest(run_folder), tmp_path / "models/hub")
+    run_command(fid.main, "fid.py", **options | {"checkpoint": alone}, features="pixels", cpu=True)
+    assert (alone / "results.jsonl").is_file(), "without a run, scores are in the checkpoint's folder"
 
 
 def test_classes_without_images_are_sampled_only_if_they_are_named(tmp_path, run_folder, reference_npz, capsys):
@@ -495,13 +488,6 @@ def test_classes_without_images_are_sampled_only_if_they_are_named(tmp_path, run
     assert [row["source"]["classes"] for row in (default, named, absent, old)] == [[0, 2], [0, 2], [1], "all"]
     assert default["metrics"] == named["metrics"] != absent["metrics"]
     assert capsys.readouterr().out.count("1 of 3 classes have no training images (1). They are only sampled") == 3
-
-
-def test_scores_of_a_checkpoint_without_a_run_are_kept_in_its_folder(tmp_path, run_folder, reference_npz):
-    alone = shutil.copytree(checkpoints.latest(run_folder), tmp_path / "models/hub")
-    run_command(fid.main, "fid.py", checkpoint=alone, reference=reference_npz, features="pixels", num_samples=4,
-                num_steps=1, cpu=True)
-    assert [path.parent for path in tmp_path.rglob("results.jsonl")] == [alone]
 
 
 @pytest.mark.parametrize("what", ["checkpoint", "reference"])
@@ -556,61 +542,41 @@ def test_a_score_that_is_killed_leaves_no_row_and_the_next_life_those_of_an_undi
 # ---- public reports
 
 
-PIXEL_FEATURES = EXTRACTORS["pixels"](None, None, "cpu")
-
-
-def expected_distance(*sets):
+def distance(*sets):
     """The distance between the pixels of two sets of images."""
-    features = (PIXEL_FEATURES.compute(images)["pool"] for images in sets)
-    return pytest.approx(fid.frechet_distance(*(part for pool in features for part in statistics(pool.double()))),
-                         rel=1e-6, abs=1e-6)
-
-
-def saved(path, *arrays, **named):
-    np.savez(path, *arrays, **named)
-    return path
+    pixels = EXTRACTORS["pixels"](None, "cpu")
+    moments = [part for images in sets for part in statistics(pixels.compute(images)["pool"].double())]
+    return pytest.approx(fid.frechet_distance(*moments), rel=1e-6, abs=1e-6)
 
 
 REAL, OTHER = shapes(60), shapes(37, seed=3)
 BITS = torch.arange(30, dtype=torch.uint8).view(30, 1, 1, 1) % 2
-TWO_SIZES = [*OTHER.numpy(), np.zeros((30, 40, 3), np.uint8)]
 
-# Where it was reported, what people do, the settings except reference=b.npz of REAL, and the metrics.
-REPORTS = [
-    ("clovaai/generative-evaluation-prdc#7, photosynthesis-team/piq#285", "all features of both sets are equal",
-     lambda at: dict(images=saved(at / "a.npz", REAL[:1].repeat(9, 1, 1, 1)),
-                     reference=saved(at / "c.npz", REAL[:1].repeat(7, 1, 1, 1))),
+
+@pytest.mark.parametrize(("images", "reference", "expected"), [
+    # all features of both sets are equal: clovaai/generative-evaluation-prdc#7, photosynthesis-team/piq#285
+    (REAL[:1].repeat(9, 1, 1, 1), REAL[:1].repeat(7, 1, 1, 1),
      {"fd_pixels": pytest.approx(0, abs=1e-6), "precision": 1, "recall": 1}),
-    ("GaParmar/clean-fid#61, toshas/torch-fidelity#54", "copies of one image, whose covariance is 0, against others",
-     lambda at: dict(images=write_folder(at / "a", REAL[:1].repeat(9, 1, 1, 1)), metrics=["fd_pixels"]),
-     {"fd_pixels": expected_distance(REAL[:1].repeat(9, 1, 1, 1), REAL)}),
-    ("toshas/torch-fidelity#58", "a collapsed model: precision is its quality, recall its variety, and not the reverse",
-     lambda at: dict(images=saved(at / "a.npz", REAL[:1].repeat(30, 1, 1, 1) ^ BITS), metrics=["precision", "recall"]),
-     {"precision": 1, "recall": pytest.approx(0, abs=0.04)}),
-    ("GaParmar/clean-fid#37, #68", "suffixes in capitals are neither left out nor counted twice",
-     lambda at: dict(images=write_folder(at / "a", OTHER, suffixes=(".png", ".PNG", ".BMP"))),
-     {"fd_pixels": expected_distance(OTHER, REAL), "images": 37}),
-    ("mseitzer/pytorch-fid#42, GaParmar/clean-fid#32", "a batch size above the number of images, and labels beside",
-     lambda at: dict(images=saved(at / "a.npz", OTHER, np.arange(37)), batch_size=500),
-     {"fd_pixels": expected_distance(OTHER, REAL), "images": 37}),
-    ("no report", "images of two sizes, where a resolution is given",
-     lambda at: dict(images=write_folder(at / "a", TWO_SIZES), resolution=16), {"images": 38}),
-]  # fmt: skip
+    # copies of one image, whose covariance is 0, against others: GaParmar/clean-fid#61, toshas/torch-fidelity#54
+    (REAL[:1].repeat(9, 1, 1, 1), REAL, {"fd_pixels": distance(REAL[:1].repeat(9, 1, 1, 1), REAL)}),
+    # a collapsed model: precision is its quality, recall its variety, and not the reverse: toshas/torch-fidelity#58
+    (REAL[:1].repeat(30, 1, 1, 1) ^ BITS, REAL, {"precision": 1, "recall": pytest.approx(0, abs=0.04)}),
+    # a batch size above the number of images: mseitzer/pytorch-fid#42, GaParmar/clean-fid#32
+    (OTHER, REAL, {"fd_pixels": distance(OTHER, REAL)}),
+])
+def test_what_people_reported_is_right(images, reference, expected, tmp_path):    # refusals: tests/test_mistakes.py
+    for name, array in (("images", images), ("reference", reference)):
+        np.savez(tmp_path / f"{name}.npz", arr_0=array)
+    row = command(tmp_path, images=tmp_path / "images.npz", reference=tmp_path / "reference.npz", batch_size=500)
+    assert {name: row["metrics"][name] for name in expected} == expected and row["images"] == len(images)
 
 
-@pytest.mark.parametrize(("settings", "expected"), [row[2:] for row in REPORTS],
-                         ids=[f"{source}: {what}" for source, what, *_ in REPORTS])
-def test_what_people_reported_is_right(settings, expected, tmp_path):    # what is refused: tests/test_mistakes.py
-    row = command(tmp_path, **{"reference": saved(tmp_path / "b.npz", REAL)} | settings(tmp_path))
-    values = row["metrics"] | {"images": row["images"]}
-    assert {name: values[name] for name in expected} == expected
-
-
-def test_copies_among_files_are_counted_in_a_line(tmp_path, capsys, reference_npz):
-    folder = write_folder(tmp_path / "folder", OTHER[torch.arange(37) % 30])
+def test_copies_among_files_are_counted_in_a_line_and_a_resolution_makes_their_sizes_one(
+        tmp_path, capsys, reference_npz):
+    folder = write_folder(tmp_path / "folder", [*OTHER[torch.arange(37) % 30].numpy(), np.zeros((30, 40, 3), np.uint8)])
     for images in (folder, zipped(folder)):
-        command(tmp_path, images=images, reference=reference_npz)
-        assert f"{images}: 7 of 37 files are copies of others, as if seeds were used twice." in capsys.readouterr().out
+        assert command(tmp_path, images=images, reference=reference_npz, resolution=16)["images"] == 38
+        assert f"{images}: 7 of 38 files are copies of others, as if seeds were used twice." in capsys.readouterr().out
 
 
 def test_a_line_says_that_fewer_images_than_classes_lack_some(tmp_path, capsys, run_folder, reference_npz):
@@ -621,26 +587,15 @@ def test_a_line_says_that_fewer_images_than_classes_lack_some(tmp_path, capsys, 
         assert ("num_samples=2 covers only 2 of 3 classes" in capsys.readouterr().out) == (count == 2)
 
 
-def test_partly_transparent_files_are_scored_only_as_typed(tmp_path):
+def test_partly_transparent_files_are_scored_only_as_typed(tmp_path, reference_npz):
     """ADM, pytorch-fid and clean-fid drop alpha by convert("RGB"); over white the same files give another score."""
-    rng, scores = np.random.default_rng(0), {}
-    np.save(tmp_path / "ref.npy", rng.integers(0, 256, (20, 16, 16, 3), np.uint8))
-    for kind in ("rgba", "rgb"):
-        (tmp_path / kind).mkdir()
-    for i in range(10):
-        image = Image.fromarray(rng.integers(0, 256, (16, 16, 4), np.uint8), "RGBA")
-        image.save(tmp_path / f"rgba/{i}.png")
-        image.convert("RGB").save(tmp_path / f"rgb/{i}.png")
-
-    def score(kind: str, *options: str) -> dict:
-        run_command(fid.main, "fid.py", f"images={tmp_path / kind}", f"reference={tmp_path / 'ref.npy'}", *options,
-                    "features=pixels", f"results={tmp_path / 'rows.jsonl'}", "cpu=true")
-        return json.loads((tmp_path / "rows.jsonl").read_text().splitlines()[-1])
-
+    rgba = np.random.default_rng(0).integers(0, 256, (10, 16, 16, 4), np.uint8)
+    folder = write_folder(tmp_path / "rgba", rgba)
+    np.save(tmp_path / "rgb.npy", rgba[..., :3])
     with pytest.raises(SystemExit, match="10 of 10 files are partly transparent, such as .*: set alpha=drop to keep"):
-        score("rgba")
-    scores = {name: score(kind, *options) for name, kind, options in (
-        ("rgb", "rgb", []), ("drop", "rgba", ["alpha=drop"]), ("white", "rgba", ["alpha=white"]))}
-    values = {name: row["metrics"]["fd_pixels"] for name, row in scores.items()}
-    assert values["rgb"] == pytest.approx(values["drop"], rel=1e-9) != pytest.approx(values["white"], rel=1e-2)
-    assert [row["source"].get("alpha") for row in scores.values()] == [None, "drop", "white"]
+        command(tmp_path, images=folder, reference=reference_npz)
+    plain, drop, white = (command(tmp_path, reference=reference_npz, metrics=["fd_pixels"], **options) for options in (
+        dict(images=tmp_path / "rgb.npy"), dict(images=folder, alpha="drop"), dict(images=folder, alpha="white")))
+    values = [row["metrics"]["fd_pixels"] for row in (plain, drop, white)]
+    assert values[0] == pytest.approx(values[1], rel=1e-9) != pytest.approx(values[2], rel=1e-2)
+    assert [row["source"].get("alpha") for row in (plain, drop, white)] == [None, "drop", "white"]

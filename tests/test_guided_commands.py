@@ -16,14 +16,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from training_runs import write_run
 
 import fid
-import sample
 from dit import DiT_models, multiply_adds
 from edm import EDM
 from guidance import Guidance
 from rf import RF, sample_tread
 from routing_module import Route
 from runtime import files, ranks
-from sampling.generate import SeededNoise, sampling_cost
+from sampling.generate import SeededNoise
+from sampling.grids import compare_guided
+from sampling.sampler import Sampler
 from weights.loading import find_checkpoint, find_on_main_rank, load_trained
 from weights.records import build_network
 
@@ -48,7 +49,7 @@ def reference(tmp_path_factory):
 
 def command(name, *overrides):
     """Runs an entry in this process as its command line does."""
-    entry = {"rf": sample.compare_guided, "sample": sample.main, "fid": fid.main}[name]
+    entry = {"rf": compare_guided, "fid": fid.main}[name]
     run_command(entry, f"{name}.py", "cpu=true", *overrides)
 
 
@@ -95,7 +96,7 @@ def test_the_cost_of_sampling_is_what_torchs_flop_counter_sees(diffusion, settin
     net, other = build_network(NETWORK), build_network(NETWORK | {"hidden_size": 16, "depth": 4})
     settings = dict(scale=2, drop_label=False, net2=other) if settings == "weak network" else settings
     guidance = settings and Guidance(**settings)
-    _, linear, attention = sampling_cost(net, diffusion, 5, guidance)
+    linear, attention = Sampler(diffusion, 5, guidance).cost(net)
     # The counter does not know the CPU's fused attention.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         diffusion.sample(net, torch.randn(2, 3, 8, 8), torch.tensor([0, 1]), num_steps=5, guidance=guidance)
@@ -110,7 +111,7 @@ def test_the_published_costs_come_out_at_256_tokens():
     assert (round(linear / 1e9, 1), round((linear + attention) / 1e9, 1)) == (114.4, 118.6)
 
     def an_evaluation(**settings):
-        return sampling_cost(net, RF(), 1, Guidance(scale=1.5, **settings))[1] / 1e9
+        return Sampler(RF(), 1, Guidance(scale=1.5, **settings)).cost(net)[0] / 1e9
 
     assert round(an_evaluation(), 1) == 228.8
     assert abs(an_evaluation(gamma1=0.5, gamma2=0.9, drop_label=False) - 97.7) < 0.06

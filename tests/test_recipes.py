@@ -10,6 +10,7 @@ from training_runs import assert_resumes, end_of, rows, trained
 from dit import DiT
 from edm import EDM
 from objectives import build_objective
+from sampling.sampler import Sampler
 from scoring.image_sets import sampled_images
 from training import speed
 from weights.loading import load_trained
@@ -59,8 +60,8 @@ def test_a_recipe_resumes_bit_for_bit_and_its_network_samples(taught, tmp_path, 
     plain = DiT(patch_size=4, hidden_size=32, num_heads=2, depth=1, block=block).state_dict()
     layers = {key.split(".")[0] for key in (*plain, *more_layers)}
     assert {key.split(".")[0] for key in end_of(tmp_path / "whole")["ema"]} == layers
-    [(_, latents)] = sampled_images(one_rank(), loaded.net, loaded.diffusion, lambda latents: latents, [0, 1], [0, 1],
-                                    batch_size=2, num_steps=2).batches
+    [(_, latents)] = sampled_images(one_rank(), loaded.net, Sampler(loaded.diffusion, 2), lambda latents: latents,
+                                    [0, 1], [0, 1], batch_size=2).batches
     assert latents.isfinite().all()
 
 

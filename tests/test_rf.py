@@ -11,7 +11,7 @@ from dit import DiT
 from guidance import Guidance, mask_noise_from
 from rf import RF, sample_tread
 from routing_module import Route
-from sampling.checks import sampler_settings
+from sampling.sampler import Sampler
 
 SHIFTS = json.loads((ROOT / "tests/published/recipes.json").read_text())["shift"]
 LINE = torch.linspace(-2, 2, 9, dtype=torch.float64).float().view(-1, 1, 1, 1)  # noises that are easy to follow
@@ -98,7 +98,7 @@ def test_a_samplers_steps_follow_the_shift_of_training_unless_they_are_given_ano
     net, z, y = ExactVelocity(0.5), torch.randn(3, 1, 4, 4), labels(3)
 
     def sampled(diffusion, **given):
-        settings = sampler_settings(diffusion, {"solver": solver, **given})
+        settings = Sampler(diffusion, 5, settings={"solver": solver, **given}).settings
         torch.manual_seed(0)
         through_record = diffusion.sample(net, z, y, 5, **settings)
         torch.manual_seed(0)

@@ -22,6 +22,7 @@ import train
 from autoencoder import pixels_to_images
 from dit import DiT
 from edm import DDPM, EDM
+from examples.own_features import positions_at_224
 from guidance import Guidance
 from latents.images import center_crop
 from rf import RF
@@ -29,6 +30,7 @@ from routing_module import Route, Router
 from runtime import files
 from sampling.generate import SAMPLING_VERSION
 from sampling.options import labels_of
+from sampling.sampler import Sampler
 from scoring import features, image_sets, metrics
 from scoring.image_sets import sampled_images
 from scoring.score import SCORING_VERSION, Reference
@@ -66,8 +68,8 @@ def sampled_numbers(name: str) -> list[float]:
     if isinstance(guidance, dict):
         guidance = Guidance(**guidance, net2=fill(DiT(**TINY | {"depth": 2})))
     decode = pixels_to_images if name == "images" else (lambda latents: latents)
-    sampled = sampled_images(one_rank(), net, diffusion, decode, SEEDS, labels_of(SEEDS, [*range(10)]), batch_size=2,
-                             num_steps=4, guidance=guidance, sampler=sampler)
+    sampled = sampled_images(one_rank(), net, Sampler(diffusion, 4, guidance, sampler), decode, SEEDS,
+                             labels_of(SEEDS, [*range(10)]), batch_size=2)
     checksums = {int(i): checksum(image) for indices, images in sampled.batches
              for i, image in zip(indices, images, strict=True)}
     return [checksums[i] for i in range(3)]
@@ -103,7 +105,7 @@ def scored() -> dict[str, float]:
         "evenly": checksum(torch.from_numpy(image_sets.evenly(1000, 31)).float()),
         "chosen in a shuffled order": checksum(torch.from_numpy(ordered.choose(31).copy()).float()),
         "cropped": checksum(torch.from_numpy(np.array(cropped))),
-        "positions": checksum(features.positions_at_224(wave((1, 1 + 37 * 37, 4)))),
+        "positions": checksum(positions_at_224(wave((1, 1 + 37 * 37, 4)))),
     }
 
 

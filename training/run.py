@@ -25,11 +25,18 @@ from latents.loader import check_batch_size
 from objectives import DiffusionLoss, build_objective, trained_parameters
 from rf import RF
 from runtime import ranks, sharding
-from runtime.device import DTYPES
-from sampling.options import GRID_CLASSES, empty_classes, labels_of, parse_classes, parse_seeds, unscored_classes
+from runtime.device import DTYPES, DType
+from sampling.options import (
+    GRID_CLASSES,
+    labels_of,
+    parse_classes,
+    parse_seeds,
+    print_empty_classes,
+    print_unscored_classes,
+)
 from scoring.features import load_extractor
 from scoring.image_sets import require_array
-from scoring.score import Evaluator, available_metrics, measure_reference, open_reference
+from scoring.score import Evaluator, available_metrics, open_reference
 from training import speed
 from training.optimizers import build_optimizer
 from training.run_record import latent_shape, run_record
@@ -111,7 +118,7 @@ class Run:
         return self.record["data"]["autoencoder"]
 
     @property
-    def sampling_precision(self) -> str:
+    def sampling_precision(self) -> DType:
         return "bf16" if self.cfg.precision == "fp8" else self.cfg.precision  # averages have no float8 layers
 
     @property
@@ -156,8 +163,7 @@ def open_data(cfg: TrainSettings, accelerator: Accelerator) -> Latents:
         latents = open_latents(cfg.data.path, cfg.data.verify and accelerator.is_local_main_process)
     num_classes = cfg.data.num_classes or latents.num_classes
     latents.require(shape=latent_shape(cfg, latents), num_classes=num_classes)
-    if empty := empty_classes(latents.classes, num_classes):
-        accelerator.print(empty)
+    print_empty_classes(accelerator, latents.classes, num_classes)
     return latents
 
 
@@ -216,15 +222,13 @@ def open_evaluator(cfg: TrainSettings, accelerator: Accelerator, latents: Latent
         raise ValueError(f"evaluate.every={evaluate.every} needs evaluate.reference=<an npz, or images>; "
                          f"docs/evaluation.md explains how to get or make one.")
     require_array("evaluate.reference", evaluate.reference)
-    extractor = load_extractor(accelerator, evaluate.features, evaluate.features_weights, evaluate.sha256)
+    extractor = load_extractor(accelerator, evaluate.features, evaluate.features_weights)
     reference = open_reference(
         accelerator, evaluate.reference, extractor, side, reference_size=evaluate.reference_size,
         images_size=[side, side], key="evaluate.reference", autoencoder=cfg.data.autoencoder)
     metrics = available_metrics(extractor, reference, evaluate.metrics, evaluate.num_samples)
-    if few := unscored_classes(evaluate.num_samples, latents.classes):
-        accelerator.print(few)
-    reference = measure_reference(accelerator, reference, extractor, metrics, evaluate.batch_size)
-    return Evaluator(extractor, reference, metrics)
+    print_unscored_classes(accelerator, evaluate.num_samples, latents.classes, "evaluate.num_samples")
+    return Evaluator(extractor, reference, metrics).measured(accelerator, evaluate.batch_size)
 
 
 def initial_network(cfg: TrainSettings, record: dict[str, Any], device: torch.device) -> DiT:

@@ -161,7 +161,6 @@ class EvaluateSettings(Settings):
     reference_size: Size | None
     features: Features
     features_weights: Location | None
-    sha256: str | None
     metrics: results.Metrics | None
     num_samples: results.AtLeastTwo
     seed: NonNegativeInt

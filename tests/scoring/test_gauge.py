@@ -5,30 +5,26 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, one_rank, run_command, save_vae
+from conftest import ROOT, run_command, save_vae
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
-from test_foreign import tables, under
 
 import fid
 from dit import DiT_models
 from guidance import Guidance
 from runtime.schema import read
-from sampling.checks import sampler_settings
-from scoring.image_sets import sampled_images
+from sampling.sampler import Sampler
 from scoring.results import print_scores
 from scripts import import_weights
 from weights.records import build_diffusion, build_network
 
 GAUGES = sorted(path.stem for path in (ROOT / "configs" / "gauge").glob("*.yaml") if path.stem != "none")
-# How the authors' own commands and code sample: format, solver, steps, scale, channels, interval (t, noise at 1).
+# How the authors' own commands and code sample: solver, steps, scale, channels, interval (t, noise at 1).
 PUBLISHED_COMMANDS = {
-    "dit_xl2": ("dit", "ancestral", 250, 1.5, 3, None),
-    "dit_xl2_unguided": ("dit", "ancestral", 250, None, None, None),
-    "sit_xl2_sde": ("sit", "euler_maruyama", 250, 1.5, 3, None),
-    "sit_xl2_ode": ("sit", "heun", 125, 1.5, 3, None),  # theirs: dopri5
-    "repa_xl2": ("repa", "euler_maruyama", 250, 1.8, None, [0.0, 0.7]),
-    "lightningdit_xl1": ("lightningdit", "euler", 249, 6.7, 3, [0.0, 0.875]),
+    "dit_xl2": ("ancestral", 250, 1.5, 3, None), "dit_xl2_unguided": ("ancestral", 250, None, None, None),
+    "sit_xl2_sde": ("euler_maruyama", 250, 1.5, 3, None), "sit_xl2_ode": ("heun", 125, 1.5, 3, None),  # theirs: dopri5
+    "repa_xl2": ("euler_maruyama", 250, 1.8, None, (0, 0.7)),
+    "lightningdit_xl1": ("euler", 249, 6.7, 3, (0, 0.875)),
 }
 FLOPS = 120e12  # a second of an H100 in TF32: 30 % of a large product's, assumed
 
@@ -49,59 +45,36 @@ def test_the_hours_at_the_head_of_a_gauge_are_computed(gauge):
             **(dict(input_size=16, in_channels=32) if "lightning" in gauge else {}))
     diffusion = build_diffusion({"name": "ddpm" if gauge.startswith("dit") else "rf"})
     guidance = cfg.scale and Guidance(cfg.scale, interval=cfg.interval, channels=cfg.channels)
-    cost = sampled_images(one_rank(), net, diffusion, None, [0], [0], batch_size=1, num_steps=cfg.num_steps,
-                          guidance=guidance, sampler=cfg.sampler.model_dump()).record["multiply_adds"]
-    hours = f"{2 * sum(cost.values()) * 50_000 / FLOPS / 3600:.2g}"
+    cost = Sampler(diffusion, cfg.num_steps, guidance, cfg.sampler.model_dump()).cost(net)
+    hours = f"{2 * sum(cost) * 50_000 / FLOPS / 3600:.2g}"
     text = (ROOT / "configs" / "gauge" / f"{gauge}.yaml").read_text()
     assert f"# {hours} hours of one H100 [derived: FLOPs at 120 TFLOP/s]" in text, hours
 
 
-def small_weights(gauge, path, autoencoder):
-    """Imports a file with the keys of the published one and random numbers, its form as published."""
-    block = "lightning" if "lightning" in gauge else "dit"
+@pytest.mark.parametrize("gauge", GAUGES)
+def test_a_gauge_samples_as_its_authors_do_and_has_their_five_scores(gauge):
+    cfg = settings_of(gauge)
+    assert {*cfg.expected} == {"fid", "sfid", "inception_score", "precision", "recall"} and cfg.num_samples is None
+    if gauge in PUBLISHED_COMMANDS:
+        assert PUBLISHED_COMMANDS[gauge] == (cfg.sampler.solver, cfg.num_steps, cfg.scale, cfg.channels, cfg.interval)
+        assert (cfg.precision, cfg.decode_precision, cfg.drop_label) == ("fp32", "fp32", True)
+
+
+def test_a_gauge_scores_imported_weights_and_prints_no_published_score_beside_other_features(tmp_path, capsys):
     torch.manual_seed(0)
     net = build_network(dict(input_size=8, patch_size=2, in_channels=4, hidden_size=32, depth=2, num_heads=2,
-                             num_classes=1000, init="xavier", block=block,
-                             learn_sigma=gauge.startswith(("dit", "sit"))))
-    state = net.state_dict()
-    if "lightning" in gauge:
-        state = under("module.", state | tables())
-    if "repa" in gauge:
-        state |= {f"projectors.0.{i}.weight": torch.zeros(4, 4) for i in (0, 2, 4)}
-    torch.save({"ema": state} if "lightning" in gauge or "repa" in gauge else state, path)
-    form = PUBLISHED_COMMANDS[gauge][0]
-    import_weights.main(f"source={path}", f"format={form}", f"out={path.with_name(form)}", "num_heads=2",
-                        f"autoencoder={autoencoder}")
-    return path.with_name(form)
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """A tiny autoencoder and a reference of random images."""
-    folder = tmp_path_factory.mktemp("gauge")
-    save_vae(folder / "vae")
-    np.savez(folder / "images.npz", arr_0=np.random.default_rng(0).integers(0, 256, (8, 16, 16, 3), dtype=np.uint8))
-    return folder
-
-
-@pytest.mark.parametrize("gauge", GAUGES)
-def test_a_gauge_samples_weights_of_the_published_keys_as_their_authors_do(gauge, place, tmp_path, capsys):
-    cfg, results = settings_of(gauge), tmp_path / "results.jsonl"
-    assert {*cfg.expected} == {"fid", "sfid", "inception_score", "precision", "recall"} and cfg.num_samples is None
-    options = [f"gauge={gauge}", f"reference={place}/images.npz", "cpu=true", f"results={results}", "features=pixels"]
-    if gauge in PUBLISHED_COMMANDS:
-        options += [f"checkpoint={small_weights(gauge, tmp_path / 'weights.pt', place / 'vae')}",
-                    f"autoencoder={place}/vae", "num_samples=4", "num_steps=5"]
-    else:  # published images need no network
-        options += [f"images={place}/images.npz"]
-    run_command(fid.main, "fid.py", *options)
+                             num_classes=1000, init="xavier", learn_sigma=True))
+    torch.save(net.state_dict(), tmp_path / "weights.pt")
+    vae = save_vae(tmp_path / "vae")
+    import_weights.main(f"source={tmp_path}/weights.pt", "format=dit", f"out={tmp_path}/dit", "num_heads=2",
+                        f"autoencoder={vae}")
+    np.savez(tmp_path / "images.npz", arr_0=np.random.default_rng(0).integers(0, 256, (8, 16, 16, 3), dtype=np.uint8))
+    run_command(fid.main, "fid.py", "gauge=dit_xl2", f"checkpoint={tmp_path}/dit", f"autoencoder={vae}", "num_steps=5",
+                "num_samples=4", f"reference={tmp_path}/images.npz", "features=pixels", "cpu=true")
     assert "published" not in capsys.readouterr().out
-    source = json.loads(results.read_text())["source"]
-    guidance = source.get("guidance") or {}
-    if gauge in PUBLISHED_COMMANDS:
-        assert PUBLISHED_COMMANDS[gauge] == (source["imported"]["format"], source["sampler"]["solver"], cfg.num_steps,
-                                             *(guidance.get(key) for key in ("scale", "channels", "interval")))
-        assert source["precision"] == source["decode_precision"] == "fp32"
+    source = json.loads((tmp_path / "dit/results.jsonl").read_text())["source"]
+    assert (source["imported"]["format"], source["sampler"], source["guidance"]["channels"]) == (
+        "dit", {"solver": "ancestral"}, 3)
 
 
 @pytest.mark.parametrize(("typed", "is_shown"), [
@@ -131,9 +104,9 @@ def test_lightningdits_points_of_time_are_ours():
             return torch.zeros_like(x)
 
     diffusion = build_diffusion({"name": "rf"})
-    sampler = sampler_settings(diffusion, cfg.sampler.model_dump())
-    diffusion.sample(Net(), torch.zeros(1, 32, 2, 2), torch.zeros(1, dtype=torch.int64), num_steps=cfg.num_steps,
-                     guidance=Guidance(cfg.scale, interval=cfg.interval, channels=cfg.channels), **sampler)
+    guidance = Guidance(cfg.scale, interval=cfg.interval, channels=cfg.channels)
+    sampler = Sampler(diffusion, cfg.num_steps, guidance, cfg.sampler.model_dump())
+    sampler(Net(), torch.zeros(1, 32, 2, 2), torch.zeros(1, dtype=torch.int64))
     t = np.linspace(0, 1, 250)[:-1]
     shifted = 0.3 * t / (1 + (0.3 - 1) * t)
     assert np.allclose([1 - time for time, _ in asked], shifted, atol=1e-6)
