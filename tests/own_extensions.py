@@ -11,7 +11,7 @@ from conftest import ROOT
 
 PAGE = {"objectives/probe": "A linear probe", "objectives/huber": "Huber's loss",
         "blocks/parallel": "Attention and MLP in parallel", "solvers/midpoint": "The midpoint rule",
-        "metrics/mean_distance": "def mean_distance", "extractors/colours": "def colours",
+        "metrics/mean_distance": "def mean_distance",
         "guidances/rescaled": "Guidance whose estimate", "diffusions/log_uniform": "EDM, trained on noise levels"}
 
 
