@@ -4,7 +4,7 @@
     python scripts/compare.py a=a.jsonl b=b.jsonl c=runs/c-{0,1,2} d=runs/d-{0,1,2} pairs=a:b,c:d changes=true
     python scripts/compare.py runs/x out=curves                  one run: its losses and its scores
 
-out=x writes x.md, x.png and x.jsonl, the rows with their runs' settings. That file replaces the runs on any machine:
+out=x writes x.md, x.png and x.jsonl, the runs' settings and scores. That file replaces the runs on any machine:
 dit=x.jsonl, or x.jsonl for all of its variants. A run's folder is read without its weights. Runs of one seed are a
 pair: they saw the same images, noise and labels. Pairs are the first variant with each other one, or those of pairs=.
 changes=true adds the change of the difference from each pair to each later one. seconds=dit:0.21,tread:0.14 are those
@@ -105,38 +105,13 @@ def score_of(row: dict[str, Any], results: Path) -> Score:
 
 
 def read_file(path: Path) -> list[Run]:
-    """Reads a file of rows: the measures of all scores, then the runs, then the scores with the number of theirs."""
-    runs: dict[tuple[str, int], Run] = {}
-    measures: list[dict[str, str]] = []
-    with as_recorded(path):
-        rows = read_rows(path)
-        if len(rows) < len(path.read_text(encoding="utf-8").splitlines()):
-            raise ValueError(f"{path} is damaged, as not each of its lines is JSON: copy it again.")
-        for row in rows:
-            if "measures" in row:
-                measures = row["measures"]
-            elif "settings" in row:
-                runs[row["variant"], row["seed"]] = row | {"scores": []}
-            elif (row.get("variant"), row.get("seed")) not in runs:
-                raise ValueError(f"{path} has a row without its run: give folders of runs, or files that compare.py "
-                                 f"has written.")
-            else:
-                score = row | {"measure": measures[row["measure"]]}
-                runs[score.pop("variant"), score.pop("seed")]["scores"].append(score)
-    return [*runs.values()]
-
-
-def write_file(path: Path, runs: list[Run]) -> None:
-    measures: list[dict[str, str]] = []
-    scores = []
-    for run in runs:
-        for score in run["scores"]:
-            measures += [score["measure"]] if score["measure"] not in measures else []
-            scores.append({"variant": run["variant"], "seed": run["seed"], **score,
-                           "measure": measures.index(score["measure"])})
-    rows = [{key: value for key, value in run.items() if key not in ("scores", "losses")} for run in runs]
-    write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n"
-                             for line in [{"measures": measures}, *rows, *scores]))
+    """Reads a file that main has written, a line for each run, with its scores; raises ValueError for another file."""
+    runs = read_rows(path)
+    if len(runs) < len(path.read_text(encoding="utf-8").splitlines()):
+        raise ValueError(f"{path} is damaged, as not each of its lines is JSON: copy it again.")
+    if any("scores" not in run for run in runs):
+        raise ValueError(f"{path} has a row without its run: give folders of runs, or files of compare.py.")
+    return runs
 
 
 # ---- what may be compared -------------------------------------------------------------------------------------------
@@ -410,7 +385,8 @@ def main(parser: argparse.ArgumentParser) -> None:
         if variant in ("out", "pairs", "changes", "seconds"):
             options[variant] = place
         elif (path := as_path(place)).is_file():
-            found = [run for run in read_file(path) if variant in ("", run["variant"])]
+            with as_recorded(path):
+                found = [run for run in read_file(path) if variant in ("", run["variant"])]
             if not found:
                 raise ValueError(f"{path} has no runs of {variant}: name one of its variants, or give the file alone.")
             runs += found
@@ -431,7 +407,8 @@ def main(parser: argparse.ArgumentParser) -> None:
     if "out" in options:
         out = str(as_path(options["out"]))
         refuse_to_replace(out, runs)
-        write_file(Path(f"{out}.jsonl"), finished)
+        rows = [{key: value for key, value in run.items() if key != "losses"} for run in finished]
+        write_text(Path(f"{out}.jsonl"), "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         write_text(Path(f"{out}.md"), text)
         with atomic_write(Path(f"{out}.png")) as partial:
             draw(finished, pairs).savefig(partial, format="png")

@@ -125,7 +125,7 @@ def commits_of(rows: object) -> set[str | None]:
 def test_each_file_of_results_has_commits(file):
     text = file.read_text()
     rows = [json.loads(line) for line in (text.splitlines() if file.suffix == ".jsonl" else [text])]
-    assert all(row["where"]["commit"] for row in rows if "where" in row)
+    assert all(score["where"]["commit"] for row in rows if "settings" in row for score in row.get("scores", ()))
     commits = set().union(*map(commits_of, rows))
     assert commits and all(re.fullmatch(r"[0-9a-f]{12,40}(-dirty)?", str(commit)) for commit in commits)
 

@@ -22,17 +22,22 @@ from training.settings import TrainSettings, check_settings
 
 RESULTS = ROOT / "docs/results"
 
+
+def runs_of(study: str, *variants: str, file: str = "study") -> list[dict]:
+    """The committed runs of variants."""
+    return [run for run in compare.read_file(RESULTS / f"study-{study}/{file}.jsonl") if run["variant"] in variants]
+
+
 def scores(study: str, variant: str, step: int, images: int = 1000, metric: str = "fd_resnet56") -> list[float]:
     """A variant's scores in the committed rows, by seed."""
-    return [score["value"] for run in compare.read_file(RESULTS / f"study-{study}/study.jsonl")
-            if run["variant"] == variant for score in run["scores"] if score["measure"]["guidance"] == "unguided"
-            and (score["step"], score["measure"]["num_samples"]) == (step, str(images))
-            and score["measure"]["metric"] == metric]
+    wanted = {"metric": metric, "num_samples": str(images), "guidance": "unguided"}.items()
+    return [score["value"] for run in runs_of(study, variant) for score in run["scores"]
+            if score["step"] == step and wanted <= score["measure"].items()]
 
 
 def at_flops(study: str, one: str, other: str, step: int) -> list[list[float]]:
     """Scores of two variants at the FLOPs of the second's step, the first interpolated."""
-    runs = [run for run in compare.read_file(RESULTS / f"study-{study}/study.jsonl") if run["variant"] in (one, other)]
+    runs = runs_of(study, one, other)
     place = next(score["flops"] for run in runs if run["variant"] == other for score in run["scores"]
                  if score["step"] == step)
     [found] = [each for measure, variants in compare.by_measure(runs).items() if ("num_samples", "1000") in measure
@@ -47,8 +52,7 @@ def losses(study: str, variant: str, step: int) -> str:
 
 
 def flops(study: str, variant: str, dense: str, step: int) -> str:
-    one, other = ({score["flops"] for run in compare.read_file(RESULTS / f"study-{study}/study.jsonl")
-                   if run["variant"] == name for score in run["scores"] if score["step"] == step}
+    one, other = ({score["flops"] for run in runs_of(study, name) for score in run["scores"] if score["step"] == step}
                   for name in (variant, dense))
     return f"{statistics.mean(one) / statistics.mean(other):.2f}".replace("1.00", "1")
 
@@ -74,10 +78,9 @@ def pair(dense: list[float], routed: list[float], digits: int = 1) -> list[str]:
 
 def guided(study: str, file: str, variant: str, guidance: str) -> dict:
     """The score of a variant's last step by this guidance."""
-    [score] = [score for run in compare.read_file(RESULTS / f"study-{study}/{file}.jsonl")
-               if run["variant"] == variant for score in run["scores"]
-               if score["step"] == max(each["step"] for each in run["scores"])
-               and re.fullmatch(guidance, score["measure"]["guidance"])]
+    [run] = runs_of(study, variant, file=file)
+    [score] = [score for score in run["scores"] if re.fullmatch(guidance, score["measure"]["guidance"])
+               and score["step"] == max(each["step"] for each in run["scores"])]
     return score
 
 
@@ -126,8 +129,7 @@ def rows_of_the_page():
             cells += [spread(values), apart(dense, values) if name != "dit" else ""]
         yield [label, *cells, ", ".join(losses("fine-tuning", f"{kind}-{name}", 400) for kind in kinds),
                flops("fine-tuning", f"full-{name}", "full-dit", 400)]
-    seconds = {run["variant"]: run.get("sec_per_step") for run in compare.read_file(
-        RESULTS / "study-cifar10-cpu/study.jsonl")}
+    seconds = {run["variant"]: run["sec_per_step"] for run in runs_of("cifar10-cpu", "edm-dit", "edm-tread")}
     for label, name in (("dense", "edm-dit"), ("TREAD, 2→8, ratio 0.5", "edm-tread")):
         yield [label, *(spread(scores("cifar10-cpu", name, step), 2) for step in (2000, 4000, 6000, 8000)),
                f"{seconds[name]:.3f}"]
