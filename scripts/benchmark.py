@@ -269,11 +269,10 @@ def time_train(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict[str, An
     side = nets["dit"].input_size
     count = max(cfg.batch_size, min(4096, 2**28 // (4 * CHANNELS * side**2)))   # at most 256 MiB
     check_batch_size(cfg.batch_size, count, world, cfg.grad_accum_steps)
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+    with tempfile.TemporaryDirectory() as folder:
         write_latents(Path(folder), count, (CHANNELS, side, side), NUM_CLASSES)
         latents = open_latents(folder)
         loader = batches(latents, cfg.batch_size, seed=0, rank=rank, world=world, pin=device.type == "cuda")
-        stack.callback(loader.close)
         makes: dict[str, Callable[[], Work]] = {}
         for name in cfg.variants:
             makes[name] = partial(make_training, cfg, accelerator, name, loader, latents.kind)
