@@ -9,7 +9,6 @@ import copy
 import itertools
 import json
 import math
-import os
 import sys
 import tempfile
 import time
@@ -72,7 +71,6 @@ class BenchmarkSettings(ModelSettings):
     precision: Literal["fp32", "bf16", "fp16", "fp8"]
     tf32: bool
     compile: bool | Literal["reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
-    compile_cache: Location | None
     variants: NonEmptyList[Text]
     attention: Literal["flash", "flash3", "cudnn", "efficient"] | None
     official: Location | None
@@ -343,15 +341,6 @@ def start(cfg: BenchmarkSettings) -> Accelerator:
 
 
 @contextlib.contextmanager
-def compiled_code_in(folder: str | None) -> Iterator[None]:
-    """Keeps compiled code in a folder, or in an empty one that goes, so that the first step includes compilation."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as empty:
-        cache = Path(folder or empty).resolve()
-        os.environ.update(TORCHINDUCTOR_CACHE_DIR=f"{cache}/inductor", TRITON_CACHE_DIR=f"{cache}/triton")
-        yield
-
-
-@contextlib.contextmanager
 def attention_of(kind: str | None) -> Iterator[None]:
     """Lets torch take one kind of ATTENTION alone, or choose; it raises RuntimeError where it lacks that one."""
     if kind == "flash3":
@@ -363,7 +352,7 @@ def attention_of(kind: str | None) -> Iterator[None]:
 @command("benchmark", BenchmarkSettings)
 def main(cfg: BenchmarkSettings) -> None:
     measure = {"train": time_train, "sample": time_sample, "score": time_score}[cfg.mode]
-    with compiled_code_in(cfg.compile_cache), attention_of(cfg.attention):
+    with attention_of(cfg.attention):
         accelerator = start(cfg)
         record = {
             "mode": cfg.mode, "device": device_name(accelerator.device), "tf32": multiplies_in_tf32(accelerator.device),

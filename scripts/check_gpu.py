@@ -19,7 +19,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -201,34 +201,21 @@ def steps_here(
     raise ValueError("almost all steps were skipped, as their gradients were not finite")
 
 
-def compare_steps(
-    machine: Machine, precision: str, cases: Iterable[tuple[bool, int]], compiled: bool = False, sharded: bool = False,
-) -> str:
-    """Compares steps, dense or routed, of so many parts, with the CPU's; raises ValueError beyond TOLERANCES."""
+def check_step(machine: Machine, precision: str, compiled: bool = False, sharded: bool = False) -> str:
+    """Steps, dense and routed, of one and of two parts, against the CPU's; in replicas, or sharded over the ranks."""
+    require(machine.device.type == "cuda" or precision in ("fp32", "bf16"), f"{precision} needs a GPU")
+    require(machine.world > 1 or not sharded, "one process; accelerate launch starts one for each GPU")
+    few = machine.rehearsal and compiled  # as compiling for a CPU takes long
+    require(not few or precision == "fp32", "a rehearsal compiles fp32 alone")
     torch._dynamo.reset()
     apart = []
-    for routed, parts in cases:
+    for routed, parts in [(True, 1)] if few else [(True, 1), (True, 2), (False, 1), (False, 2)]:
         here = steps_here(machine, precision, compiled, routed, parts, sharded)
         cpu = steps_on_cpu(machine.network, IMAGES * parts * machine.world, routed)
         apart.append((torch.tensor(here) / torch.tensor(cpu) - 1).abs().amax(0))
     loss, norm = torch.stack(apart).amax(0).tolist()
-    most = TOLERANCES[precision]
-    return require_at_most(most, f"loss within {loss:.1e} and gradient norm within {norm:.1e} of the CPU's", loss, norm)
-
-
-def check_step(machine: Machine, precision: str, compiled: bool) -> str:
-    """Steps in one precision, dense and routed, of one and of two parts."""
-    require(machine.device.type == "cuda" or precision in ("fp32", "bf16"), f"{precision} needs a GPU")
-    few = machine.rehearsal and compiled  # as compiling for a CPU takes long
-    require(not few or precision == "fp32", "a rehearsal compiles fp32 alone")
-    return compare_steps(machine, precision, [(True, 1)] if few else [(True, 1), (True, 2), (False, 1), (False, 2)],
-                         compiled)
-
-
-def check_fsdp(machine: Machine) -> str:
-    """Steps of a network that is sharded over the ranks; the other checks have replicas, by DDP."""
-    require(machine.world > 1, "one process; accelerate launch starts one for each GPU")
-    return compare_steps(machine, "fp32", [(True, 1), (False, 2)], sharded=True)
+    return require_at_most(TOLERANCES[precision], f"loss within {loss:.1e} and gradient norm within {norm:.1e} of the "
+                           f"CPU's", loss, norm)
 
 
 # ---- steps of train.py's loop ---------------------------------------------------------------------------------------
@@ -304,7 +291,7 @@ CHECKS: dict[str, Callable[[Machine], str]] = {
     "downloads": check_downloads,
     **{f"step, {precision}{', compiled' * compiled}": partial(check_step, precision=precision, compiled=compiled)
        for precision in TOLERANCES for compiled in (False, True)},
-    "FSDP": check_fsdp,
+    "FSDP": partial(check_step, precision="fp32", sharded=True),
     **{f"replays, {precision}, CUDA graphs": partial(check_replays, precision=precision)
        for precision in ("fp32", "bf16", "fp8")},
     "stop and resume": check_resuming,

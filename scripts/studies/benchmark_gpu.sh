@@ -4,7 +4,7 @@
 #   bash scripts/studies/benchmark_gpu.sh                    all parts
 #   bash scripts/studies/benchmark_gpu.sh check s2           those whose names begin so
 #   REHEARSAL=1 bash scripts/studies/benchmark_gpu.sh        every part on a CPU, with tiny networks
-# For a machine without network that has Python 3.12, torch, accelerate and timm, first make .carry, and copy it along:
+# For a machine without network that has Python 3.12, torch, accelerate, timm and scipy, first make .carry and copy it:
 #   bash scripts/studies/benchmark_gpu.sh prepare 3.12 <a clone of CompVis/tread>
 # OFFICIAL is a checkout of CompVis/tread at fccf77c, INCEPTION torch-fidelity's weights; parts that lack them are
 # left out.
@@ -65,7 +65,7 @@ part() {
         for setting in precision=bf16 compile=true device=cuda "$@"; do
             [[ " ${tiny[*]-} " == *" ${setting%%=*}="* ]] || settings+=("$setting")
         done
-        start+=(scripts/benchmark.py out="$out/$name" compile_cache="$out/cache" "${settings[@]}" ${tiny[@]+"${tiny[@]}"})
+        start+=(scripts/benchmark.py out="$out/$name" "${settings[@]}" ${tiny[@]+"${tiny[@]}"})
     fi      # at its limit it gets SIGINT
     timeout --foreground -s INT -k 10 "${REHEARSAL:+60}$limit" "${start[@]}" 2>&1 | tee -i "$out/$name.txt"
     case ${PIPESTATUS[0]} in
@@ -93,9 +93,9 @@ has() { "$python" -c "import importlib.util, sys; sys.exit(importlib.util.find_s
 if [ "${1:-}" = prepare ]; then
     prepare "${@:2}"; exit
 fi
-mkdir -p "$out"
+mkdir -p "$out" && out=$(realpath "$out")
 trap 'echo; echo "Stopped by Ctrl-C. Parts that were done are in $out."; exit 130' INT
-export PYTHONUNBUFFERED=1
+export PYTHONUNBUFFERED=1 TORCHINDUCTOR_CACHE_DIR=$out/cache/inductor TRITON_CACHE_DIR=$out/cache/triton
 [ ! -e .carry/commit ] || export TREAD_COMMIT=${TREAD_COMMIT:-$(cat .carry/commit)}    # where git is absent
 if [ -d .carry/wheels ] && ! has hydra; then
     "$python" -m pip install -q --no-index --no-deps --target "$out/site" .carry/wheels/*.whl || exit
