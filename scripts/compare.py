@@ -40,8 +40,8 @@ from weights.records import build_network, build_schedule
 
 AXES = {"images": "images seen", "seconds": "seconds of training", "flops": "training FLOPs"}
 # What a row says of when, where and from which weights it was computed; all else in it is what was measured.
-WHERE = ("commit", "device", "versions.", "batch_size", "processes", "finished", "source.step", "source.weights_sha256",
-         "source.in_training", "source.compiled", "source.evaluations", "source.multiply_adds.", "extractor.weights")
+WHERE = {"commit", "device", "batch_size", "processes", "finished", "source.step", "source.weights_sha256",
+         "source.in_training", "source.compiled", "source.evaluations", "extractor.weights"}
 # Named where a table mixes them. Before November 2026 several exports of one network scored a study.
 NAMED = ("commit", "device", "versions.torch", "extractor_sha256")
 MARK = "<!-- by scripts/compare.py -->\n"
@@ -95,8 +95,11 @@ def score_of(row: dict[str, Any], results: Path) -> Score:
     # The run and the step name the checkpoint; its path is one of this machine.
     facts["source"] = {key: value for key, value in source.items() if key not in ("guidance", "checkpoint")}
     flat = {key: as_text(value) for key, value in leaves(facts).items()}
-    hashed = {f"{key.removesuffix('sha256')}path" for key in flat if key.endswith(".sha256")}  # known by its content
-    where = {key: flat.pop(key) for key in [*flat] if key.startswith(WHERE) or key in hashed}
+    # Known by its content.
+    hashed = {f"{key.removesuffix('sha256')}path" for key, text in flat.items()
+              if key.endswith(".sha256") and text != "null"}
+    where = {key: flat.pop(key) for key in [*flat]
+             if key in WHERE | hashed or key.startswith(("versions.", "source.multiply_adds."))}
     words = guidance and ", ".join(f"{key} {as_text(value)}" for key, value in guidance.items()
                                    if value is not None and value is not False)
     return {"value": metrics[distance], "precision": metrics.get("precision"), "recall": metrics.get("recall"),

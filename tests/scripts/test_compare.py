@@ -127,7 +127,7 @@ def test_a_run_that_was_resumed_with_other_routes_or_length_is_refused(shapes, t
     ({"resolution": None}, {}, "resolution"),                       # an old row that lacks a fact
     ({"a new fact": 1}, {"a new fact": 2}, "a new fact"),
     ({"reference": {"path": "a", "sha256": "1"}}, {"reference": {"path": "b", "sha256": "1"}}, None),
-    ({"reference": {"path": "a"}}, {"reference": {"path": "b"}}, "reference.path"),    # latents, which are not hashed
+    ({"reference": {"path": "a", "sha256": None}}, {"reference": {"path": "b", "sha256": None}}, "reference.path"),
     ({"extractor": {"sha256": "1"}}, {"extractor": {"sha256": "2"}}, "extractor.sha256"),
     ({"images": 8}, {"images": 9}, "num_samples"), ({"metric": "fd_a"}, {"metric": "fd_b"}, "metric"),
     ({"guidance": {"scale": 2}}, {}, "guidance"),
