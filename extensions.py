@@ -28,7 +28,7 @@ def find(room: str, name: str) -> Any:
              and (inspect.isfunction(value) if base is None else inspect.isclass(value) and issubclass(value, base))]
     if len(found) != 1:
         what = "function" if base is None else f"subclass of {base.__name__}"
-        declared = ", ".join(each.__name__ for each in found) or "none"
+        declared = ", ".join(value.__name__ for value in found) or "none"
         raise ValueError(f"{room}/{name}.py must declare one {what}, and declares {declared}: begin the names of "
                          f"helpers with _, or move them.")
     return found[0]
@@ -37,11 +37,10 @@ def find(room: str, name: str) -> Any:
 def keywords_of(kind: Callable[..., object]) -> dict[str, inspect.Parameter]:
     """Returns the settings of an extension: its parameters that are given by name alone."""
     parameters = inspect.signature(kind).parameters
-    return {name: one for name, one in parameters.items() if one.kind is one.KEYWORD_ONLY}
+    return {name: parameter for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY}
 
 
 def describe(room: str) -> str:
     """Writes the extensions of a package, with their settings and defaults, for --help."""
-    kinds = {name: find(room, name) for name in names(room)}
-    return f"{room}/: " + " | ".join(" ".join([name, *(str(one) for one in keywords_of(kind).values())])
-                                     for name, kind in kinds.items())
+    described = [" ".join([name, *map(str, keywords_of(find(room, name)).values())]) for name in names(room)]
+    return f"{room}/: {' | '.join(described)}"

@@ -18,7 +18,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from tqdm import tqdm
 from guidance import Guidance
 from latents.loader import batches, to_latent
 from objectives import DiffusionLoss
-from runtime import files, ranks, sharding
+from runtime import files, libraries, ranks, sharding
 from runtime.command import command
 from runtime.schema import as_text, typed
 from sampling.generate import gathered, generate
@@ -45,7 +45,6 @@ from training.optimizers import update_weights
 from training.run import Run, make_run
 from training.run_folder import begin_record, lock_run, prepare_folder, require_gradients, resume, save, training_step
 from training.settings import TrainSettings, check_settings
-from weights import checkpoint as checkpoints
 from weights.averages import decays
 from weights.records import build_network
 
@@ -125,7 +124,7 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-def as_line(row: dict, steps: int, lowest: float = math.inf) -> str:
+def as_line(row: dict[str, Any], steps: int, lowest: float = math.inf) -> str:
     """Formats a row of metrics.jsonl for the screen; points out a loss above twice the `lowest`, a sign of collapse."""
     loss, norm = (f"{row[name]:.4f}" if row[name] is not None else "not finite" for name in ("loss", "grad_norm"))
     terms = "".join(f"  {name.removeprefix('loss_')} {value:.4f}" for name, value in row.items()
@@ -143,24 +142,21 @@ def as_line(row: dict, steps: int, lowest: float = math.inf) -> str:
 def start_trackers(run: Run) -> None:
     """Starts the trackers that are set; raises ValueError if one cannot start, such as wandb without a login."""
     trackers = run.cfg.log.trackers
-    # Without this, TensorBoard imports TensorFlow, if there is one, which takes seconds and complains of missing GPUs.
-    sys.modules.setdefault("tensorboard.compat.notf", ModuleType("tensorboard.compat.notf"))
+    libraries.keep_tensorflow_out()
+    run_id = re.sub(r"[^\w.-]", "-", run.run_id, flags=re.ASCII)[-128:]  # wandb uses it in a URL
+    # TensorBoard hides what a killed process logged after its last checkpoint; this process logs it again.
+    options = {"wandb": {"name": run.cfg.name, "dir": str(run.folder), "id": run_id, "resume": "allow"},
+               "tensorboard": {"purge_step": run.step + 1 if run.step else 0}}
+    settings = {key: str(value) for key, value in run.cfg.model_dump().items()}
     try:
         if missing := [name for name in trackers if name not in map(str, run.accelerator.log_with)]:
             raise ImportError(f"{missing[0]} is not installed")
-        run_id = re.sub(r"[^\w.-]", "-", run.run_id, flags=re.ASCII)[-128:]  # wandb uses it in a URL
-        wandb = {"name": run.cfg.name, "dir": str(run.folder), "id": run_id, "resume": "allow"}
-        settings = {key: str(value) for key, value in run.cfg.model_dump().items()}
-        # TensorBoard hides what a killed process logged after its last checkpoint; this process logs it again.
-        options = {"wandb": wandb, "tensorboard": {"purge_step": run.step + 1 if run.step else 0}}
         run.accelerator.init_trackers(os.environ.get("WANDB_PROJECT", "tread"), settings, options)
     except Exception as error:
         reason = " ".join(str(error).split()).rstrip(".")
-        advice = (f"Run pip install {' '.join(trackers)}" if isinstance(error, ImportError) else
-                  "Run `wandb login`, or set WANDB_MODE=offline" if re.search("log ?in|API key", reason) else
-                  "Set WANDB_MODE=offline" if "wandb" in trackers else f"Check that {run.folder} can be written")
-        raise ValueError(f"log.trackers={as_text(trackers)} could not start: {reason}. {advice}, or leave it out with "
-                         f"log.trackers=[].") from error
+        raise ValueError(f"log.trackers={as_text(trackers)} could not start: {reason}. Run pip install "
+                         f"{' '.join(trackers)}; for wandb also `wandb login`, or set WANDB_MODE=offline; or leave it "
+                         f"out with log.trackers=[].") from error
 
 
 @contextlib.contextmanager
@@ -177,16 +173,6 @@ def timed_out_of_speed(run: Run, bar: tqdm, work: str) -> Iterator[None]:
     bar.set_postfix_str("")
 
 
-def announce_compilation(run: Run, bar: tqdm) -> None:
-    """Announces, on the bar or in a printed line, that the first step compiles the network."""
-    if not run.cfg.compile:
-        return
-    bar.set_postfix_str("compiling")
-    if bar.disable:
-        run.accelerator.print(f"compiling (compile={as_text(run.cfg.compile)}): the first step takes minutes")
-    first = run.optimizer.optimizer.register_step_post_hook(lambda *_: (bar.set_postfix_str(""), first.remove()))
-
-
 def begin_step(run: Run) -> None:
     """Passes the step to the objective, and prints a line if its routes change at this step."""
     run.objective.step, schedule = run.step, run.objective.schedule
@@ -194,7 +180,7 @@ def begin_step(run: Run) -> None:
         tqdm.write(f"step {run.step}/{run.cfg.steps}  routes {schedule.describe(run.step)}")
 
 
-def measure(run: Run, num_steps: int, since: float) -> tuple[dict, dict[str, float]]:
+def measure(run: Run, num_steps: int, since: float) -> tuple[dict[str, Any], dict[str, float]]:
     """Returns the metrics of the steps since the last report, and the sums behind them; waits for the device."""
     total = run.sums.over_ranks(run.accelerator)
     seconds = time.perf_counter() - since - run.seconds_paused  # after the sums, as reading those waits for the GPU
@@ -235,7 +221,8 @@ def report(run: Run, num_steps: int, since: float) -> None:
 
 def sample_grid(run: Run) -> None:
     cfg = run.cfg.samples
-    pictures = generate(run.accelerator, run.averages[cfg.weights], run.diffusion, run.decode, *run.grid,
+    assert run.decoder and run.grid
+    pictures = generate(run.accelerator, run.averages[cfg.weights], run.diffusion, run.decoder.decode, *run.grid,
                         batch_size=cfg.batch_size, num_steps=cfg.num_steps, precision=run.sampling_precision)
     picture = write_grid(run.accelerator, gathered(run.accelerator, pictures), run.grid_path,
                          run.latents.display_names)
@@ -248,6 +235,7 @@ def sample_grid(run: Run) -> None:
 def evaluate(run: Run) -> None:
     """Scores each average at each guidance scale, unless results.jsonl already has that score of this step."""
     cfg, accelerator, evaluator = run.cfg.evaluate, run.accelerator, run.evaluator
+    assert run.decoder and evaluator
     results = run.folder / "results.jsonl"
     scored = ranks.from_main(accelerator, lambda: [
         (row["source"]["weights"], (row["source"]["guidance"] or {}).get("scale"))
@@ -267,13 +255,13 @@ def evaluate(run: Run) -> None:
                                    run.model.num_classes, checkpoint=str(run.folder), step=run.step, in_training=True,
                                    compiled=run.scores_compiled)
         images = sampled_images(
-            accelerator, run.averages[name], run.diffusion, run.decode, seeds, labels, outline=outline,
+            accelerator, run.averages[name], run.diffusion, run.decoder.decode, seeds, labels, outline=outline,
             batch_size=cfg.batch_size, num_steps=cfg.num_steps, precision=run.sampling_precision, weights=weights,
             guidance=None if scale is None else Guidance(scale))
         scores = score_on(accelerator, evaluator, images)
         seconds = time.perf_counter() - began
         if accelerator.is_main_process:
-            files.append_row(results, result_row(accelerator, images, evaluator, scores, batch_size=cfg.batch_size,
+            files.append_row(results, result_row(accelerator, images, evaluator, {**scores}, batch_size=cfg.batch_size,
                                                  seconds=seconds))
             written = "  ".join(f"{metric} {value:.4g}" for metric, value in scores.items())
             tqdm.write(f"step {run.step}/{run.cfg.steps}  {written}  of {len(seeds):,} images, {of}, in "
@@ -322,8 +310,7 @@ def main(cfg: TrainSettings) -> None:
         lock_run(run)
     resumed = resume(run)
     loader = batches(run.latents, cfg.batch_size, seed=cfg.seed, rank=rank, world=world,
-                     start=run.images // cfg.batch_size, pin=device.type == "cuda",
-                     device=device if cfg.data.on_device else None, arrays=run.objective.arrays)
+                     start=run.images // cfg.batch_size, pin=device.type == "cuda", arrays=run.objective.arrays)
     start_trackers(run)
     if accelerator.is_main_process:
         prepare_folder(run, resumed)
@@ -343,7 +330,7 @@ def main(cfg: TrainSettings) -> None:
     stop = ranks.StopRequest(accelerator)
     for net in run.averages.values():
         net.register_forward_pre_hook(stop.end_sampling)
-    accelerator.print(run.summary + (f"; resuming {resumed[0].name}" if resumed else ""))
+    accelerator.print(run.summary + (f"; resuming {run.checkpoint.name}" if resumed else ""))
 
     # ---- the loop
     bar = tqdm(initial=run.step, total=cfg.steps, desc=cfg.name, unit="step",
@@ -362,7 +349,8 @@ def main(cfg: TrainSettings) -> None:
             break
         if not has_stepped:
             begin_record(run)
-            announce_compilation(run, bar)
+            if cfg.compile and accelerator.is_main_process:
+                tqdm.write(f"compiling (compile={as_text(cfg.compile)}): the first step takes minutes")
 
         torch.manual_seed(step_seed(cfg.seed, run.step, rank))
         begin_step(run)
@@ -380,13 +368,12 @@ def main(cfg: TrainSettings) -> None:
         bar.update()
         stop.listen()
 
-    loader.close()
     bar.close()
     accelerator.wait_for_everyone()
     accelerator.end_training()
     if stopped_by:
-        folder, name = checkpoints.step_folder(run.folder, run.step), signal.Signals(stopped_by).name
-        accelerator.print(f"Stopped by {name} at step {run.step}; saved in {folder}. The same command resumes.")
+        accelerator.print(f"Stopped by {signal.Signals(stopped_by).name} at step {run.step}; saved in "
+                          f"{run.checkpoint}. The same command resumes.")
         sys.exit(128 + stopped_by)
     following = f" Next: python sample.py {typed('checkpoint', run.folder)}" if run.step else ""
     accelerator.print(f"Finished {run.step} steps: {run.folder}.{following}")

@@ -40,7 +40,7 @@ def selective_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Te
     belong to a group, whose state has S numbers for each channel. The result is shaped like x. It uses the paper's dual
     form, a masked matrix as in attention, whose work and memory are quadratic in K.
     """
-    x, dt, A, B, C = (each.float() for each in (x, dt, A, B, C))
+    x, dt, A, B, C = (tensor.float() for tensor in (x, dt, A, B, C))
     with torch.autocast("cuda" if x.is_cuda else "cpu", enabled=False):  # autocast does not know the meta device
         log_decay = (dt * A).cumsum(1).permute(0, 2, 3, 1)                                   # (batch, G, H, K)
         log_decay = log_decay.unsqueeze(-1) - log_decay.unsqueeze(-2)                        # from token i to t

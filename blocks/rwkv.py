@@ -54,8 +54,8 @@ def wkv(k: Tensor, v: Tensor, decay: Tensor, bonus: Tensor) -> Tensor:
     """
     k, v, decay = k.float(), v.float(), decay.float().clamp(-MAX_DECAY, MAX_DECAY)
     num_tokens = k.shape[1]
-    place = torch.arange(num_tokens, device=k.device) - (num_tokens - 1) / 2
-    growth = (place.unsqueeze(-1) * decay / num_tokens).exp()                                # (K, D), within e^±20
+    from_middle = torch.arange(num_tokens, device=k.device) - (num_tokens - 1) / 2
+    growth = (from_middle.unsqueeze(-1) * decay / num_tokens).exp()                          # (K, D), within e^±20
     weight = (k - k.detach().amax(1, keepdim=True)).exp()
     terms = torch.stack([weight * v, weight])                                                # (2, batch, K, D)
     up_to = (terms * growth).cumsum(2) / growth
@@ -71,8 +71,8 @@ def shift_tokens(x: Tensor, positions: Tensor, grid_size: int) -> Tensor:
     x is (batch, K, D) and positions (1 or batch, K) are places in the raster of grid_size². A neighbour
     that is routed or lies beyond the border gives zeros.
     """
-    places = positions.unsqueeze(-1).expand_as(x)
-    grid = x.new_zeros(x.shape[0], grid_size**2, x.shape[-1]).scatter(1, places, x).unflatten(1, (grid_size, -1))
+    index = positions.unsqueeze(-1).expand_as(x)
+    grid = x.new_zeros(x.shape[0], grid_size**2, x.shape[-1]).scatter(1, index, x).unflatten(1, (grid_size, -1))
     left, right, upper, lower = grid.chunk(4, dim=-1)
     shifted = torch.cat([
         F.pad(left[:, :, :-1], (0, 0, 1, 0)),
@@ -80,7 +80,7 @@ def shift_tokens(x: Tensor, positions: Tensor, grid_size: int) -> Tensor:
         F.pad(upper[:, :-1], (0, 0, 0, 0, 1, 0)),
         F.pad(lower[:, 1:], (0, 0, 0, 0, 0, 1)),
     ], dim=-1)
-    return shifted.flatten(1, 2).gather(1, places)
+    return shifted.flatten(1, 2).gather(1, index)
 
 
 class SpatialMix(nn.Module):

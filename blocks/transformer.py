@@ -116,8 +116,8 @@ class DiTBlock(Block):
 def rotary_angles(positions: Tensor, grid_size: int, head_dim: int) -> Tensor:
     """Returns the angles (1 or B, K, 1, head_dim/2) that rotate tokens: one half for the row, one for the column."""
     freqs = 10000.0 ** -(torch.arange(0, head_dim // 2, 2, device=positions.device) / (head_dim // 2))
-    places = torch.stack([positions // grid_size, positions % grid_size], dim=-1)  # (1 or B, K, 2)
-    return (places.unsqueeze(-1) * freqs).flatten(2).unsqueeze(2)
+    coordinates = torch.stack([positions // grid_size, positions % grid_size], dim=-1)  # (1 or B, K, 2)
+    return (coordinates.unsqueeze(-1) * freqs).flatten(2).unsqueeze(2)
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Opens, checks and reads latent folders by index.
 
-Files are read row by row and never completely, unless all latents are copied to a device. Memory per image is 4 bytes
-for the epoch's permutation, 1 for the choice of mirrored copies, and 1 or 2 for the label.
+Files are read row by row and never completely. Memory per image is 4 bytes for the epoch's permutation, 1 for the
+choice of mirrored copies, and 1 or 2 for the label.
 """
 
 import hashlib
@@ -10,21 +10,20 @@ import math
 import os
 import resource
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
-import torch
 from pydantic import Field
 from tqdm import tqdm
 
-from autoencoder import SD_VAE_SCALE, Convention
+from autoencoder import Convention
 from latents.listing import spread
-from runtime.files import is_inside, refuse_pointer, sha256
+from runtime.files import is_inside, sha256
 from runtime.schema import (
     Classes,
     ConventionRecord,
@@ -35,33 +34,79 @@ from runtime.schema import (
     Record,
     Size,
     Text,
-    one_of,
     read_record,
 )
 from runtime.untrusted import Rows, reading
 
-KINDS = ("sample", "moments")
+Kind = Literal["sample", "moments"]
+Mirror = Literal["same", "flip", "files"]   # nothing | flips the last axis | reads the files after the plain ones
 MAX_CLASSES = 1_000_000  # a larger class number is a mistake, and a table of so many classes would fill the memory
 NUM_PROBED = 512  # latents checked on opening, evenly spread over the shards
-CHUNK = 4096  # latents copied to a device at once
+
+
+# ---- metadata.json --------------------------------------------------------------------------------------------------
+
+
+class Shard(Record):
+    """An entry of `shards`: its files, and how many images they hold."""
+
+    latents: str
+    labels: str
+    mirrored: str | None = None
+    count: NonNegativeInt
+    sha256: dict[str, Text] = {}  # by file name; {} if another tool wrote the folder without them
+
+
+class ArrayRecord(Record):
+    """An entry of `arrays`, stored in <name>-*.npy, and if `mirror` is "files", in <name>_mirrored-*.npy, too."""
+
+    shape: list[Size]  # of one row
+    dtype: Text
+    mirror: Mirror
+
+
+class Metadata(ConventionRecord):
+    """metadata.json (docs/data.md), without the keys that no reader needs."""
+
+    format: Literal[1]
+    count: Count
+    shape: Annotated[list[Size], Field(min_length=3, max_length=3)]  # [C, h, w]
+    dtype: Literal["float16"]
+    kind: Kind
+    mirrored: bool
+    num_classes: Classes
+    class_names: list[str] | None
+    display_names: list[str] | None = None
+    autoencoder: str
+    scale: Positive
+    shift: Number
+    shards: list[Shard]
+    content: Text | None = None     # a hash of all rows, whichever shards they are in; None if another tool wrote them
+    arrays: dict[str, ArrayRecord] = {}
+
+
+def row_types(metadata: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Maps the names of a shard's files, <name>-*.npy, to the shape and type of a row."""
+    channels, *sides = metadata["shape"]
+    row = (channels * (2 if metadata["kind"] == "moments" else 1), *sides)
+    types: dict[str, tuple[tuple[int, ...], str]] = {"latents": (row, "float16"), "labels": ((), "int64")}
+    if metadata["mirrored"]:
+        types["mirrored"] = types["latents"]
+    for name, array in metadata.get("arrays", {}).items():
+        types[name] = tuple(array["shape"]), array["dtype"]
+        if metadata["mirrored"] and array["mirror"] == "files":
+            types[f"{name}_mirrored"] = types[name]
+    return types
 
 
 # ---- a data set of latents ------------------------------------------------------------------------------------------
 
 
-def allow_open_files(num_files: int) -> None:
-    """Raises this process's limit on open files if `num_files` more would exceed it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = num_files + 512  # for the files that Python, torch and the trackers hold open
-    if soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard), hard))
-
-
 class Array(NamedTuple):
-    """An additional array with one row per latent: the rows of each shard's file, and what mirroring does to a row."""
+    """An array with one row per image: the rows of each shard's file, and what mirroring does to a row."""
 
     shards: list[Rows]
-    mirror: str             # same: nothing | flip: flips the last axis | files: reads the files after the plain ones
+    mirror: Mirror
 
 
 @dataclass(eq=False)
@@ -69,38 +114,35 @@ class Latents:
     """A data set, which reads latents and labels by index. `open_latents` opens one.
 
     `shape` is (C, h, w) of one latent. If `kind` is "moments", stored rows have 2C channels [mean, std].
-    `fingerprint` identifies the content independently of its path, so a moved folder is still the same data set. It
-    covers the hashes in metadata.json, all labels, and a few hundred latents, for a folder without hashes.
+    `fingerprint` identifies the content independently of its path and shards, so a folder that was moved or prepared
+    again is still the same data set. It covers the `content` of metadata.json (without one, the names, sizes and hashes
+    of the files), all labels, and a few hundred latents.
     `display_names` are class names for people; by default they equal `class_names`.
     `classes` lists the labels that occur, in order. There may be fewer of them than `num_classes`.
     """
 
     where: str                                  # a name for messages
-    files: list[Path]                           # plain shards, then mirrored ones
-    shards: list[Rows]                          # the latents of each file
-    starts: np.ndarray                          # index of each shard's first image, and the count at the end
-    labels: np.ndarray                          # (count,)
-    stored_shape: tuple[int, int, int]          # of one latent on disk
-    kind: str                                   # one of KINDS
-    mirrored: bool
-    num_classes: int
-    class_names: list[str] | None
-    autoencoder: str
+    meta: Metadata
+    files: list[object]                         # their names and sizes, and hashes of the content
     convention: Convention                      # turns the autoencoder's latents into the network's
-    display_names: list[str] | None = None
-    arrays: dict[str, Array] = field(default_factory=dict)  # keyed by the names that objectives use
-    hashes: list[str] = field(default_factory=list)         # SHA-256 of each file that metadata.json has one for
+    labels: np.ndarray                          # (count,)
+    stored: Array                               # the latents
+    arrays: dict[str, Array]                    # keyed by the names that objectives use
 
-    def __post_init__(self):
-        self.display_names = self.display_names or self.class_names
+    def __post_init__(self) -> None:
+        meta = self.meta
+        self.kind, self.mirrored, self.num_classes, self.autoencoder = (
+            meta.kind, meta.mirrored, meta.num_classes, meta.autoencoder)
+        self.class_names, self.display_names = meta.class_names, meta.display_names or meta.class_names
+        self.shape = (meta.shape[0], meta.shape[1], meta.shape[2])
         self.count, self.classes = len(self.labels), np.unique(self.labels).tolist()
-        self.shape = (self.stored_shape[0] // (2 if self.kind == "moments" else 1), *self.stored_shape[1:])
-        record = [[(file.name, file.stat().st_size) for file in self.files], self.count, self.shape,
-                  "float16", self.kind, self.mirrored, self.num_classes, self.class_names, self.autoencoder,
-                  *self.convention.record().values(), *self.hashes]
+        # The index of each shard's first image, and the count at the end.
+        self.starts = np.cumsum([0, *(shard.count for shard in meta.shards)])
+        files, *hashes = self.files
+        record = [files, self.count, self.shape, "float16", self.kind, self.mirrored, self.num_classes,
+                  self.class_names, self.autoencoder, *self.convention.record().values(), *hashes]
         content = hashlib.sha256(json.dumps(record).encode())
-        content.update(self.labels)
-        content.update(self.read(*self.probe())[0])
+        content.update(self.labels.tobytes() + self.read(*self.probe())[0].tobytes())
         for name, rows in sorted(self.rows_of(self.arrays, *self.probe()).items()):
             content.update(name.encode() + rows.tobytes())
         self.fingerprint = content.hexdigest()[:32]
@@ -112,42 +154,13 @@ class Latents:
         """
         assert len(indices) and 0 <= indices.min() and indices.max() < self.count
         assert mirror is None or self.mirrored or not mirror.any()
-        stored = np.empty((len(indices), *self.stored_shape), np.float16)
-        self._fill(stored, self.shards, indices, mirror)
-        return stored, self.labels[indices].astype(np.int64)
+        return self._rows(self.stored, indices, mirror), self.labels[indices].astype(np.int64)
 
     def rows_of(
         self, names: Iterable[str], indices: np.ndarray, mirror: np.ndarray | None = None,
     ) -> dict[str, np.ndarray]:
         """Returns rows (B, …) of the arrays in `names` for `indices`, in the files' own types."""
-        rows = {}
-        for name in names:
-            array = self.arrays[name]
-            rows[name] = np.empty((len(indices), *array.shards[0].shape[1:]), array.shards[0].dtype)
-            self._fill(rows[name], array.shards, indices, mirror if array.mirror == "files" else None)
-            if mirror is not None and array.mirror == "flip":
-                flipped = mirror.reshape(-1, *[1] * (rows[name].ndim - 1))
-                rows[name] = np.where(flipped, rows[name][..., ::-1], rows[name])
-        return rows
-
-    def to_device(self, device: torch.device | str, names: Sequence[str] = ()) -> tuple[torch.Tensor, ...]:
-        """Copies the complete data set to a device: latents, labels, and the arrays in `names`, in that order.
-
-        With mirrored copies, latents and arrays have twice as many rows, and the copy of image i is row i + count.
-        """
-        tensors: list[torch.Tensor] = []
-        for copy in range(2 if self.mirrored else 1):
-            for start in range(0, self.count, CHUNK):
-                indices = np.arange(start, min(start + CHUNK, self.count))
-                mirror = np.full(len(indices), copy == 1)
-                arrays = [self.read(indices, mirror)[0], *self.rows_of(names, indices, mirror).values()]
-                parts = [torch.from_numpy(array) for array in arrays]
-                if not tensors:
-                    tensors = [torch.empty((self.count * (1 + self.mirrored), *part.shape[1:]), dtype=part.dtype,
-                                           device=device) for part in parts]
-                for tensor, part in zip(tensors, parts, strict=True):
-                    tensor[copy * self.count + start :][: len(part)] = part
-        return tensors[0], torch.from_numpy(self.labels.astype(np.int64)).to(device), *tensors[1:]
+        return {name: self._rows(self.arrays[name], indices, mirror) for name in names}
 
     def require(self, *, shape: tuple[int, int, int], num_classes: int) -> None:
         """Raises ValueError if the latents do not fit a network for `shape` (C, h, w) and `num_classes`."""
@@ -167,16 +180,19 @@ class Latents:
         indices = spread(self.count, NUM_PROBED)
         return indices, np.arange(len(indices)) % 2 == 1 if self.mirrored else None
 
-    def _fill(
-        self, rows: np.ndarray, shards: Sequence[Rows], indices: np.ndarray, mirror: np.ndarray | None = None,
-    ) -> None:
-        """Copies the rows of `indices` from the plain shards or, where `mirror` is True, from the mirrored ones."""
+    def _rows(self, array: Array, indices: np.ndarray, mirror: np.ndarray | None) -> np.ndarray:
+        """Reads the rows of `indices`, of the flipped image where `mirror` is True."""
+        rows = np.empty((len(indices), *array.shards[0].shape[1:]), array.shards[0].dtype)
         order = np.argsort(indices)  # so that a file is read in order
         shard = np.searchsorted(self.starts, indices[order], side="right") - 1
         row = indices[order] - self.starts[shard]
-        shard = shard if mirror is None else shard + mirror[order] * (len(self.starts) - 1)
+        if mirror is not None and array.mirror == "files":
+            shard = shard + mirror[order] * (len(self.starts) - 1)
         for i, s, r in zip(order.tolist(), shard.tolist(), row.tolist(), strict=True):
-            shards[s].read_into(rows[i : i + 1], r)
+            array.shards[s].read_into(rows[i : i + 1], r)
+        if mirror is not None and array.mirror == "flip":
+            rows = np.where(mirror.reshape(-1, *[1] * (rows.ndim - 1)), rows[..., ::-1], rows)
+        return rows
 
 
 def open_latents(path: str | Path, verify: bool = False) -> Latents:
@@ -184,59 +200,58 @@ def open_latents(path: str | Path, verify: bool = False) -> Latents:
 
     With `verify` all files are compared with the hashes in metadata.json, else only those with another time than it.
     """
-    path = Path(path)
-    if not (path / "metadata.json").is_file():
-        if (path / "preparing.json").exists() or any(path.glob("latents-*.npy")):
-            raise ValueError(f"{path}: preparation has not finished; rerun the same command to resume it.")
-        raise ValueError(f"{path} holds no metadata.json, which marks a latent folder: prepare images by "
+    folder, record = Path(path), Path(path) / "metadata.json"
+    if not record.is_file():
+        if (folder / "preparing.json").exists() or any(folder.glob("latents-*.npy")):
+            raise ValueError(f"{folder}: preparation has not finished; rerun the same command to resume it.")
+        raise ValueError(f"{folder} holds no metadata.json, which marks a latent folder: prepare images by "
                          f"scripts/prepare_latents.py, import other code's latents by scripts/import_latents.py, or "
                          f"try the built-in shapes with `bash scripts/quickstart.sh`.")
-    latents = _open_folder(path, verify)
-    _check_values(latents)
+    meta = read_record(Metadata, record, "docs/data.md has the format, and scripts/prepare_latents.py writes it.")
+    for key, expected, names in (("class_names", meta.num_classes, meta.class_names),
+                                 ("display_names", meta.num_classes, meta.display_names),
+                                 ("shards", meta.count, range(sum(shard.count for shard in meta.shards)))):
+        if names is not None and len(names) != expected:
+            raise ValueError(f"{record} says {expected}, but its {key} have {len(names)}.")
+    try:
+        convention = Convention.read(meta.model_dump())
+        convention.require(meta.shape[0], "its record")
+    except ValueError as error:
+        raise ValueError(f"{record}: {error}") from None
+
+    types = row_types(meta.model_dump())
+    allow_open_files(len(meta.shards) * len(types))
+    files = {name: [file_of(folder, shard, name) for shard in meta.shards] for name in types}
+    rows = {name: [open_npy(file, (shard.count, *shape), dtype)
+                   for file, shard in zip(files[name], meta.shards, strict=True)]
+            for name, (shape, dtype) in types.items()}
+    labels = [shard.all() for shard in rows["labels"]]
+    for file, part in zip(files["labels"], labels, strict=True):
+        check_labels(part, meta.num_classes, file, 'correct the labels or "num_classes" in the record')
+    pairs = [pair for paths in files.values() for pair in zip(paths, meta.shards, strict=True)]
+    hashes = {file: shard.sha256[file.name] for file, shard in pairs if file.name in shard.sha256}
+    check_hashes(record, hashes, verify)
+    of_latents = [*files["latents"], *files.get("mirrored", [])]
+    is_known = meta.content is not None and hashes.keys() >= {*of_latents}   # not where somebody has changed a shard
+    latents = Latents(
+        str(folder), meta, convention=convention, stored=Array(rows["latents"] + rows.get("mirrored", []), "files"),
+        files=[[], meta.content] if is_known else [
+            [(file.name, file.stat().st_size) for file in of_latents], *hashes.values()],
+        labels=np.concatenate(labels, dtype=np.min_scalar_type(meta.num_classes - 1), casting="unsafe"),
+        arrays={name: Array(rows[name] + rows.get(f"{name}_mirrored", []), array.mirror)
+                for name, array in meta.arrays.items()})
+    indices, mirror = latents.probe()
+    stored = latents.read(indices, mirror)[0].astype(np.float64)
+    where = f"{folder} ({len(indices)} of {latents.count} latents checked)"
+    for name, probed in {"latents": stored, **latents.rows_of(latents.arrays, indices, mirror)}.items():
+        finite = np.isfinite(probed).reshape(len(probed), -1).all(axis=1)
+        if not finite.all():
+            raise ValueError(f"{where}: {(~finite).sum()} {name} hold NaN or infinity, such as image "
+                             f"{indices[~finite][0]}. Prepare them again; a network in half precision is the usual "
+                             f"cause.")
+    check_values(stored, latents.kind, latents.autoencoder, where, "a latent folder needs latents * scale, or [mean, "
+                 "exp(logvar / 2)] * scale for kind moments, as scripts/prepare_latents.py writes them")
     return latents
-
-
-# ---- latent folders -------------------------------------------------------------------------------------------------
-
-
-class Shard(Record):
-    """An entry of `shards` in metadata.json: its files, and how many images they hold."""
-
-    latents: str
-    labels: str
-    mirrored: str | None = None
-    count: NonNegativeInt
-    sha256: dict[str, Text] = {}  # by file name; {} if another tool wrote the folder without them
-
-
-class ArrayRecord(Record):
-    """An entry of `arrays` in metadata.json, stored in <name>-*.npy.
-
-    If `mirror` is "files", rows of flipped images are stored in <name>_mirrored-*.npy.
-    """
-
-    shape: list[Size]  # of one row
-    dtype: Text
-    mirror: one_of(["same", "flip", "files"])
-
-
-class Metadata(ConventionRecord):
-    """metadata.json (docs/data.md), without the keys that no reader needs."""
-
-    format: one_of([1])
-    count: Count
-    shape: Annotated[list[Size], Field(min_length=3, max_length=3)]  # [C, h, w]
-    dtype: one_of(["float16"])
-    kind: one_of(KINDS)
-    mirrored: bool
-    num_classes: Classes
-    class_names: list[str] | None
-    display_names: list[str] | None = None
-    autoencoder: str
-    scale: Positive
-    shift: Number
-    shards: list[Shard]
-    arrays: dict[str, ArrayRecord] = {}
 
 
 def file_of(folder: Path, shard: Shard, name: str) -> Path:
@@ -252,68 +267,12 @@ def file_of(folder: Path, shard: Shard, name: str) -> Path:
 
 def open_npy(file: Path, shape: tuple[int, ...], dtype: str) -> Rows:
     """Opens an npy file. Raises ValueError if it is damaged, or has another shape or type."""
-    refuse_pointer(file)
     with reading(file, "a complete npy file of numbers", "copy the folder again, or delete it and prepare it again"):
         rows = Rows(file)
     if rows.shape != shape or rows.dtype != dtype:
         raise ValueError(f"{file} has {rows.dtype} {rows.shape}, but metadata.json says {dtype} {shape}: they come "
                          f"from different preparations.")
     return rows
-
-
-def _open_folder(folder: Path, verify: bool) -> Latents:
-    record = folder / "metadata.json"
-    meta = read_record(Metadata, record, "docs/data.md has the format, and scripts/prepare_latents.py writes it.")
-    counts = [shard.count for shard in meta.shards]
-    for key, expected, counted in (("class_names", meta.num_classes, meta.class_names and len(meta.class_names)),
-                                   ("display_names", meta.num_classes, meta.display_names and len(meta.display_names)),
-                                   ("shards", meta.count, sum(counts))):
-        if counted not in (None, expected):
-            raise ValueError(f"{record} says {expected}, but its {key} have {counted}.")
-    if any(folder.glob("masks-*.npy")):
-        raise ValueError(f"{folder} holds masks-*.npy, weights of the loss, which train.py does not read: move them "
-                         f"away, or weight the loss in a trainer of your own (docs/trainers.md).")
-    try:
-        convention = Convention.read(meta.model_dump())
-        convention.require(meta.shape[0], "its record")
-    except ValueError as error:
-        raise ValueError(f"{record}: {error}") from None
-
-    stored_shape = (meta.shape[0] * (2 if meta.kind == "moments" else 1), *meta.shape[1:])
-    types = row_types(meta.model_dump(), stored_shape)
-    allow_open_files(len(meta.shards) * len(types))
-    files = {name: [file_of(folder, shard, name) for shard in meta.shards] for name in types}
-    rows = {name: [open_npy(file, (shard.count, *shape), dtype)
-                   for file, shard in zip(files[name], meta.shards, strict=True)]
-            for name, (shape, dtype) in types.items()}
-    labels = [shard.all() for shard in rows.pop("labels")]
-    for file, part in zip(files["labels"], labels, strict=True):
-        check_labels(part, meta.num_classes, file, 'correct the labels or "num_classes" in the record')
-    pairs = [pair for paths in files.values() for pair in zip(paths, meta.shards, strict=True)]
-    hashes = {file: shard.sha256[file.name] for file, shard in pairs if file.name in shard.sha256}
-    check_hashes(record, hashes, verify)
-    return Latents(where=str(folder), starts=np.concatenate([[0], np.cumsum(counts)]),
-                   files=files["latents"] + files.get("mirrored", []),
-                   shards=rows["latents"] + rows.get("mirrored", []),
-                   arrays={name: Array(rows[name] + rows.get(f"{name}_mirrored", []), array.mirror)
-                           for name, array in meta.arrays.items()},
-                   labels=np.concatenate(labels, dtype=np.min_scalar_type(meta.num_classes - 1),
-                                         casting="unsafe"),
-                   stored_shape=stored_shape, convention=convention, hashes=[*hashes.values()],
-                   **meta.model_dump(include={"kind", "mirrored", "num_classes", "class_names", "display_names",
-                                              "autoencoder"}))
-
-
-def row_types(metadata: dict, row_shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Maps the names of a shard's files, <name>-*.npy, to the shape and type of a row. A latent has `row_shape`."""
-    types = {"latents": (row_shape, "float16"), "labels": ((), "int64")}
-    if metadata["mirrored"]:
-        types["mirrored"] = types["latents"]
-    for name, array in metadata.get("arrays", {}).items():
-        types[name] = tuple(array["shape"]), array["dtype"]
-        if metadata["mirrored"] and array["mirror"] == "files":
-            types[f"{name}_mirrored"] = types[name]
-    return types
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
@@ -358,47 +317,35 @@ def check_labels(labels: np.ndarray, num_classes: int, where: str | Path, remedy
                          f"0..{num_classes - 1}: {remedy}.")
 
 
-def check_kind(stored: np.ndarray, kind: str, where: str, remedy: str) -> None:
-    """Raises ValueError, ending in `remedy`, if the second half of `stored`'s channels contradicts `kind`."""
-    second = stored[:, stored.shape[1] // 2 :]
+def check_values(stored: np.ndarray, kind: Kind, autoencoder: str, where: str, remedy: str) -> None:
+    """Raises ValueError, ending in `remedy`, for rows that seem to be of another kind, or to have the wrong scale."""
+    mean, second = np.split(stored, [(stored.shape[1] + 1) // 2], axis=1)
     half = f"{where}: the second half of the channels"
     if kind == "sample" and stored.shape[1] % 2 == 0 and second.max() < 0:
-        raise ValueError(f"{half} is always negative, so these look like [mean, log-variance], not samples: {remedy}")
+        raise ValueError(f"{half} is always negative, so these look like [mean, log-variance], not samples: {remedy}.")
     if kind == "moments" and second.min() < 0:
         raise ValueError(f"{half} reaches {second.min():.3g}, but a standard deviation is never negative, so these "
-                         f"look like [mean, logvar]: {remedy}")
-
-
-def _check_values(latents: Latents) -> None:
-    """Checks a few hundred latents. Raises ValueError if one is not finite or they seem to have the wrong scale."""
-    indices, mirror = latents.probe()
-    stored = latents.read(indices, mirror)[0].astype(np.float64)
-    where = f"{latents.where} ({len(indices)} of {latents.count} latents checked)"
-    for name, rows in {"latents": stored, **latents.rows_of(latents.arrays, indices, mirror)}.items():
-        finite = np.isfinite(rows).reshape(len(rows), -1).all(axis=1)
-        if not finite.all():
-            raise ValueError(f"{where}: {(~finite).sum()} {name} hold NaN or infinity, such as image "
-                             f"{indices[~finite][0]}. Prepare them again; a network in half precision is the usual "
-                             f"cause.")
-    check_kind(stored, latents.kind, where,
-               'a latent folder needs [mean, exp(logvar / 2)] * scale and "kind": "moments".')
-    mean, std = np.split(stored, 2, axis=1) if latents.kind == "moments" else (stored, np.zeros(1))
-    if latents.autoencoder == "identity":
-        low, high = mean.min(), mean.max()
+                         f"look like [mean, logvar]: {remedy}.")
+    if kind == "sample":
+        mean, second = stored, np.zeros(1)
+    low, high = mean.min(), mean.max()
+    deviation = math.sqrt(mean.var() + np.square(second).mean())  # the standard deviation of mean + std * eps
+    if autoencoder == "identity":
         problem = f"{where}: pixels range from {low:.4g} to {high:.4g}, but must lie in -1..1: store image / 127.5 - 1."
-        if low < -1.05 or high > 1.05:
-            raise ValueError(problem)
-        if low >= 0 and high > 0.5:  # only a warning, because pale pictures look like this too
-            warnings.warn(f"{problem} They may be in 0..1.", stacklevel=3)
-        return
-    deviation = math.sqrt(mean.var() + np.square(std).mean())  # the standard deviation of mean + std * eps
-    if 0.3 <= deviation <= 3:
-        return
-    scale = latents.convention.scale
-    looks = (f"unscaled: {SD_VAE_SCALE} times that is {deviation * SD_VAE_SCALE:.2g}" if deviation > 3 else
-             f"scaled twice: divided by {scale:g} it is {deviation / scale:.2g}")
-    message = (f"{where}: a standard deviation of {deviation:.3g}, instead of about 1, looks {looks}. Multiply latents "
-               f"by the autoencoder's scale exactly once, as scripts/prepare_latents.py does.")
-    if deviation > 3 or latents.autoencoder in ("sd_vae_ema", "sd_vae_mse"):
-        raise ValueError(message)
-    warnings.warn(message, stacklevel=3)  # only a warning, because a user's own autoencoder may have such latents
+        is_wrong, may_be_wrong = low < -1.05 or high > 1.05, low >= 0 and high > 0.5    # pale pictures look so, too
+    else:
+        problem = f"{where}: a standard deviation of {deviation:.3g}, instead of about 1: {remedy}."
+        may_be_wrong = not 0.3 <= deviation <= 3    # a user's own autoencoder may have latents below
+        is_wrong = deviation > 3 or may_be_wrong and autoencoder in ("sd_vae_ema", "sd_vae_mse")
+    if is_wrong:
+        raise ValueError(problem)
+    if may_be_wrong:
+        warnings.warn(problem, stacklevel=3)
+
+
+def allow_open_files(num_files: int) -> None:
+    """Raises this process's limit on open files if `num_files` more would exceed it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = num_files + 512  # for the files that Python, torch and the trackers hold open
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard), hard))

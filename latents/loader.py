@@ -3,10 +3,10 @@
 import itertools
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -14,14 +14,14 @@ import torch
 from latents.folder import Latents
 
 NUM_AHEAD = 4  # number of batches to read ahead of the training step
-
-
-# ---- batches --------------------------------------------------------------------------------------------------------
+Batch = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
+Indices = tuple[np.ndarray, np.ndarray | None]  # of images, and which of them are mirrored
+Job = TypeVar("Job")
+Read = TypeVar("Read")
 
 
 def batches(latents: Latents, batch_size: int, *, seed: int, rank: int = 0, world: int = 1, start: int = 0,
-            pin: bool = False, device: torch.device | str | None = None, arrays: Iterable[str] = (),
-            ) -> Iterator[tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]:
+            pin: bool = False, arrays: Iterable[str] = ()) -> Iterator[Batch]:
     """Yields this rank's share of each global batch, without end.
 
     A share is (stored (batch_size / world, …) float16, y int64, a dict of those `arrays` that the folder has).
@@ -30,17 +30,14 @@ def batches(latents: Latents, batch_size: int, *, seed: int, rank: int = 0, worl
     batches. Rank r takes the r-th part of each, so the content of a global batch does not depend on `world`. The first
     `start` global batches are skipped at no cost, so a resumed run sees what an uninterrupted one would have seen.
     One thread reads ahead until the iterator is closed. `pin` page-locks the batches for copies to the current GPU.
-    With a `device`, all latents are copied there once, and the same batches are assembled there.
 
-    Raises ValueError if the batch size is larger than the data set or not divisible by the number of ranks, and if the
-    latents do not fit on the device.
+    Raises ValueError if the batch size is larger than the data set or not divisible by the number of ranks.
     """
     check_batch_size(batch_size, latents.count, world)
     assert 0 <= rank < world and start >= 0
     names = [name for name in arrays if name in latents.arrays]
-    on_device = None if device is None else latents.to_device(device, names)
-    load = partial(_load, latents, names, on_device is not None, torch.cuda.current_device() if pin else None)
-    return _batches(names, on_device, read_ahead(load, _plan(latents, batch_size, seed, rank, world, start)))
+    load = partial(_load, latents, names, torch.cuda.current_device() if pin else None)
+    return read_ahead(load, _plan(latents, batch_size, seed, rank, world, start))
 
 
 def check_batch_size(batch_size: int, count: int, world: int, num_parts: int = 1) -> None:
@@ -52,29 +49,16 @@ def check_batch_size(batch_size: int, count: int, world: int, num_parts: int = 1
         raise ValueError(f"batch_size={batch_size} is more than the {count} latents of the data set.")
 
 
-def _load(latents: Latents, names: list[str], is_on_device: bool, gpu: int | None,
-          job: tuple[np.ndarray, np.ndarray | None]) -> list[torch.Tensor]:
-    """Reads a batch from disk. If the latents are on a device, returns only the batch's row numbers there."""
-    indices, mirror = job
-    if is_on_device:
-        arrays = [indices if mirror is None else indices + latents.count * mirror]
-    else:
-        arrays = [*latents.read(indices, mirror), *latents.rows_of(names, indices, mirror).values()]
-    parts = [torch.from_numpy(array) for array in arrays]
+def _load(latents: Latents, names: list[str], gpu: int | None, job: Indices) -> Batch:
+    """Reads a batch from disk."""
     if gpu is not None:
         torch.cuda.set_device(gpu)  # a new thread starts on GPU 0, and pinning would open a context there
-        parts = [part.pin_memory() for part in parts]
-    return parts
 
+    def tensor(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array) if gpu is None else torch.from_numpy(array).pin_memory()
 
-def _batches(names: list[str], on_device: tuple[torch.Tensor, ...] | None, loaded: Iterator) -> Iterator[tuple]:
-    with closing(loaded):
-        for parts in loaded:
-            if on_device is not None:
-                rows = parts[0].to(on_device[0].device, non_blocking=True)
-                parts = [tensor.index_select(0, rows % len(tensor)) for tensor in on_device]
-            stored, y, *arrays = parts
-            yield stored, y, dict(zip(names, arrays, strict=True))
+    stored, y = latents.read(*job)
+    return tensor(stored), tensor(y), {name: tensor(rows) for name, rows in latents.rows_of(names, *job).items()}
 
 
 def to_latent(stored: torch.Tensor, kind: str) -> torch.Tensor:
@@ -90,7 +74,7 @@ def to_latent(stored: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def _plan(latents: Latents, batch_size: int, seed: int, rank: int, world: int,
-          start: int) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+          start: int) -> Iterator[Indices]:
     """Yields (indices, mirror or None) of one rank's batches, epoch after epoch."""
     share, per_epoch = batch_size // world, latents.count // batch_size
     first_epoch, first_batch = divmod(start, per_epoch)
@@ -107,9 +91,11 @@ def _plan(latents: Latents, batch_size: int, seed: int, rank: int, world: int,
         del order, mirror  # frees the memory before the next epoch allocates its own
 
 
-def read_ahead(function: Callable, jobs: Iterable, *, threads: int = 1, ahead: int = NUM_AHEAD) -> Iterator:
+def read_ahead(
+    function: Callable[[Job], Read], jobs: Iterable[Job], *, threads: int = 1, ahead: int = NUM_AHEAD,
+) -> Generator[Read, None, None]:
     """Yields function(job) for each job, in order. Threads run up to `ahead` jobs ahead and end with this generator."""
-    pool, waiting = ThreadPoolExecutor(threads, "read-ahead"), deque()
+    pool, waiting = ThreadPoolExecutor(threads, "read-ahead"), deque[Future[Read]]()
     try:
         for job in jobs:
             waiting.append(pool.submit(function, job))

@@ -1,14 +1,15 @@
 """Writes a latent folder (docs/data.md) shard by shard, so that a killed run loses at most one shard per rank."""
 
+import hashlib
 import itertools
 import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -20,23 +21,17 @@ from latents.loader import read_ahead
 from runtime.files import atomic_write, lock_folder, remove, require_room, sha256, write_text
 from runtime.schema import read_json, typed
 
-MOST_NAMES = 100_000  # of files left out; webdataset's .txt and .json may be millions, and a record must remain small
 MOST_SMALL = 200_000  # images of a set that the small experiments are for
-LEFTOVERS = (".*.npy.*.tmp", ".*.json.*.tmp")  # files that runtime.files.atomic_write leaves behind if killed
+Unreadable = list[list[str]]  # [name, reason] of each image that could not be read
+Rows = dict[str, np.ndarray]  # of a batch: an array (n, …) for each name in `row_types`, or {} if no image was readable
 
 
-def write_json(path: Path, value: dict) -> None:
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Writes a record in UTF-8. Bytes of file names that are not text become question marks."""
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False).encode("utf-8", "replace").decode() + "\n")
 
 
-def clean_up(out: Path, *patterns: str) -> None:
-    """Removes the files in `out` that match the patterns, and leftovers of killed writes."""
-    for file in itertools.chain.from_iterable(out.glob(pattern) for pattern in (*LEFTOVERS, *patterns)):
-        remove(file)
-
-
-def is_finished(out: Path, settings: dict, is_main: bool = True) -> bool:
+def is_finished(out: Path, settings: Mapping[str, Any], is_main: bool = True) -> bool:
     """Returns whether `out` is complete. Raises ValueError if it was begun with other settings or holds other files."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"out={out} is a file; choose a folder.")
@@ -46,8 +41,7 @@ def is_finished(out: Path, settings: dict, is_main: bool = True) -> bool:
         return False
     before = read_json(out / "preparing.json")
     of_files = {"fingerprint": "the names, labels, sizes or times of the source's files differ",
-                "weights": "the sizes or times of the autoencoder's or the teacher's files differ",
-                "statistics": "the size or time of the autoencoder's latents_stats.pt differs"}
+                "weights": "the sizes or times of the autoencoder's or the teacher's files differ"}
     changed = [of_files.get(key, f"{key} was {before.get(key)} and is now {value}")
                for key, value in settings.items() if before.get(key) != value]
     if changed:
@@ -55,23 +49,22 @@ def is_finished(out: Path, settings: dict, is_main: bool = True) -> bool:
     if not (out / "metadata.json").is_file():
         return False
     if is_main:
-        clean_up(out, "record-*.json")  # remain if a run was killed between metadata.json and its own clean-up
+        remove_records(out)     # remain if a run was killed between metadata.json and its end
         print(f"{out} is already complete: nothing to do.")
     return True
 
 
 def write_folder(
-    out: Path, settings: dict, metadata: dict, row_shape: tuple[int, ...], num_items: int, *, shard_size: int,
-    batch_size: int, read: Callable[[range], Any], encode: Callable[[Any], tuple[dict[str, np.ndarray], list]],
-    state: PartialState, threads: int = 1, left_out: Sequence[tuple[str, str]] = (), when_full: str = "",
+    out: Path, settings: Mapping[str, Any], metadata: dict[str, Any], num_items: int, *, shard_size: int,
+    batch_size: int, read: Callable[[range], Any], encode: Callable[[Any], tuple[Rows, Unreadable]],
+    state: PartialState, threads: int = 1, when_full: str = "",
 ) -> None:
     """Writes the missing shards of `out` over all ranks, then metadata.json. `settings` are kept in preparing.json.
 
-    `read(items)` runs in threads and reads up to `batch_size` items of one shard. `encode` turns its result into a
-    batch (see `write_shard`). `left_out` lists (name, reason) for files that are not among the items. Raises ValueError
-    if the disk is too full, with the advice `when_full`, or if another process is writing to `out`.
+    `read(items)` runs in threads and reads up to `batch_size` items of one shard. `encode` turns its result into rows.
+    Raises ValueError if the disk is too full, with the advice `when_full`, or if another process is writing to `out`.
     """
-    started, is_main, types = time.monotonic(), state.is_main_process, row_types(metadata, row_shape)
+    started, is_main, types = time.monotonic(), state.is_main_process, row_types(metadata)
     shards = [range(start, min(start + shard_size, num_items)) for start in range(0, num_items, shard_size)]
     records = read_records(out, len(shards), types)
     todo = [shard for shard, record in enumerate(records) if record is None]
@@ -99,7 +92,7 @@ def write_folder(
         stream = read_ahead(lambda job: (*job, read(job[1])), jobs, threads=threads, ahead=threads + 1)
         stack.enter_context(closing(stream))
 
-        def encoded(batches: Iterable) -> Iterator[tuple[dict[str, np.ndarray], list]]:
+        def encoded(batches: Iterable[tuple[int, range, Any]]) -> Iterator[tuple[Rows, Unreadable]]:
             for _, items, content in batches:
                 yield encode(content)
                 bar.update(len(items))
@@ -111,62 +104,57 @@ def write_folder(
             bar.close()
             seconds, done = time.monotonic() - started, sum(len(shards[shard]) for shard in todo)
             print(f"{done:,} images in {seconds:.1f} s, {done / seconds:,.0f} images/s")
-            finish(out, metadata, read_records(out, len(shards), types), left_out, state.device)
+            finish(out, metadata, read_records(out, len(shards), types), state.device)
 
 
 @contextmanager
-def npy_appender(path: Path, like: np.ndarray) -> Iterator[Callable[[np.ndarray], None]]:
-    """Yields a function that appends rows (n, …) with the type and row shape of `like` directly to an npy v1 file."""
-    count = 0
+def npy_file(path: Path, like: np.ndarray) -> Iterator[BinaryIO]:
+    """Yields a file to write rows of the type and shape of those of `like` to, which becomes an npy v1 file."""
+    row = like[0]
 
-    def write_header() -> None:
-        header = {"descr": np.lib.format.dtype_to_descr(like.dtype), "fortran_order": False,
-                  "shape": (count, *like.shape[1:])}
-        np.lib.format.write_array_header_1_0(file, header)
-
-    def append(rows: np.ndarray) -> None:
-        nonlocal count
-        file.write(np.ascontiguousarray(rows).data)
-        count += len(rows)
+    def write_header(count: int) -> None:   # numpy pads headers so that the first axis can grow in place
+        np.lib.format.write_array_header_1_0(file, {
+            "descr": np.lib.format.dtype_to_descr(row.dtype), "fortran_order": False, "shape": (count, *row.shape)})
 
     with atomic_write(path) as partial, open(partial, "wb") as file:
-        write_header()
+        write_header(0)
         first_byte = file.tell()
-        yield append
+        yield file
+        count = (file.tell() - first_byte) // row.nbytes
         file.seek(0)
-        write_header()  # numpy pads headers so that the first axis can grow in place
+        write_header(count)
         assert file.tell() == first_byte
 
 
-def write_shard(out: Path, shard: int, batches: Iterable[tuple[dict[str, np.ndarray], list]]) -> None:
-    """Writes one shard and then its record, which marks it as complete.
-
-    A batch is (rows, unreadable). `rows` has an array for each name in `row_types`, and is empty if no image could be
-    read. `unreadable` has [name, reason] for each image that could not.
-    """
-    count, unreadable = 0, []
-    writers: dict[Path, Callable[[np.ndarray], None]] = {}
+def write_shard(out: Path, shard: int, batches: Iterable[tuple[Rows, Unreadable]]) -> None:
+    """Writes one shard and then its record, which marks it as complete."""
+    count, content, unreadable = 0, 0, []
+    opened: dict[Path, BinaryIO] = {}
     with ExitStack() as stack:
         for rows, reasons in batches:
             for name, part in rows.items():
                 file = out / f"{name}-{shard:05d}.npy"
-                if file not in writers:
-                    writers[file] = stack.enter_context(npy_appender(file, part))
-                writers[file](part)
+                if file not in opened:
+                    opened[file] = stack.enter_context(npy_file(file, part))
+                for row in part:
+                    opened[file].write(row.tobytes())
+                    content += int.from_bytes(hashlib.sha256(name.encode() + row.tobytes()).digest())
             count += len(rows["labels"]) if rows else 0
             unreadable += reasons
     write_json(out / f"record-{shard:05d}.json", {
-        "count": count, "unreadable": unreadable, "sha256": {file.name: sha256(file) for file in writers}})
+        "count": count, "unreadable": unreadable, "content": f"{content:x}",
+        "sha256": {file.name: sha256(file) for file in opened}})
 
 
 def read_records(
     out: Path, num_shards: int, types: Mapping[str, tuple[tuple[int, ...], str]],
-) -> list[dict | None]:
+) -> list[dict[str, Any] | None]:
     """Returns each shard's record, or None if it is still to be written. `types` are the types of its rows."""
-    records: list[dict | None] = []
+    records: list[dict[str, Any] | None] = []
     for shard in range(num_shards):
         try:
             record = read_json(out / f"record-{shard:05d}.json")
+            int(record["content"], 16)
             for name, (shape, dtype) in types.items() if record["count"] else ():
                 open_npy(out / f"{name}-{shard:05d}.npy", (record["count"], *shape), dtype)
             records.append(record)
@@ -175,31 +163,38 @@ def read_records(
     return records
 
 
+def remove_records(out: Path) -> None:
+    for file in out.glob("record-*.json"):
+        remove(file)
+
+
 def finish(
-    out: Path, metadata: dict, records: list[dict], left_out: Iterable[tuple[str, str]], device: torch.device,
+    out: Path, metadata: Mapping[str, Any], records: list[dict[str, Any] | None], device: torch.device,
 ) -> None:
     """Combines the shards' records into metadata.json, which marks the folder as complete, and prints a summary."""
-    if missing := records.count(None):
-        raise ValueError(f"out={out} lacks {missing} of {len(records)} shards, which ranks on other machines wrote to "
-                         f"their own disks: copy their *.npy and record-*.json here and rerun on this machine alone, "
-                         f"or set a folder that all machines share.")
-    reasons = [*(row for record in records for row in record["unreadable"]), *left_out]  # broken images come first
-    count = sum(record["count"] for record in records)
+    written = [record for record in records if record is not None]
+    if len(written) < len(records):
+        raise ValueError(f"out={out} lacks {len(records) - len(written)} of {len(records)} shards, which ranks on "
+                         f"other machines wrote to their own disks: copy their *.npy and record-*.json here and rerun "
+                         f"on this machine alone, or set a folder that all machines share.")
+    unreadable = [row for record in written for row in record["unreadable"]]
+    count = sum(record["count"] for record in written)
     if count == 0:
-        raise ValueError(f"source={metadata['source']} has no readable image; {': '.join(reasons[0])}.")
+        raise ValueError(f"source={metadata['source']} has no readable image; {': '.join(unreadable[0])}.")
     names = ["latents", "labels"] + ["mirrored"] * metadata["mirrored"]
     shards = [{name: f"{name}-{shard:05d}.npy" for name in names}
               | {"count": record["count"], "sha256": record["sha256"]}
-              for shard, record in enumerate(records) if record["count"]]
-    metadata = {"format": 1, "count": count, "dtype": "float16"} | metadata
-    listed = [name for name, _ in reasons[:MOST_NAMES]]
-    write_json(out / "metadata.json", metadata | {"shards": shards, "unreadable": listed})
+              for shard, record in enumerate(written) if record["count"]]
+    # The sum of the hashes of all rows is the same in whichever shards they are.
+    content = f"{sum(int(record['content'], 16) for record in written) % 2**256:064x}"
+    write_json(out / "metadata.json", {"format": 1, "count": count, "dtype": "float16", **metadata, "shards": shards,
+                                       "content": content, "unreadable": [name for name, _ in unreadable]})
     mark_known(out / "metadata.json", [out / file for shard in shards for file in shard["sha256"]])
-    clean_up(out, "record-*.json")
+    remove_records(out)
 
-    if reasons:
-        print(f"{len(reasons)} files are not in the set ({out / 'metadata.json'} lists {MOST_NAMES:,} at most):")
-        for name, reason in reasons[:20]:
+    if unreadable:
+        print(f"{len(unreadable)} files are no images and are left out ({out / 'metadata.json'} lists them):")
+        for name, reason in unreadable[:20]:
             print(f"  {name}: {reason}")
     kind = f"{metadata['kind']}, mirrored" if metadata["mirrored"] else metadata["kind"]
     size = sum(file.stat().st_size for file in out.glob("*.npy"))

@@ -188,7 +188,7 @@ def open_to_append(path: Path) -> BinaryIO:
     return open(path, "a+b")
 
 
-def append_row(path: Path, row: dict) -> None:
+def append_row(path: Path, row: dict[str, Any]) -> None:
     """Appends a JSON line, after removing a last one that a kill has cut short; no other writer of rows loses one."""
     with naming_path(path), locked(path), open_to_append(path) as file:
         end = file.seek(0, os.SEEK_END)
@@ -244,7 +244,7 @@ def parse_json(content: str | bytes) -> Any:
         raise ValueError("its lists or objects are nested too deeply") from None
 
 
-def read_rows(path: Path) -> list[dict]:
+def read_rows(path: Path) -> list[dict[str, Any]]:
     """Reads a file of JSON lines, without those that a kill has cut short."""
     rows = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
@@ -314,6 +314,6 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def record_sha256(record: dict) -> str:
+def record_sha256(record: dict[str, Any]) -> str:
     """Returns 16 hex digits that identify a record by its content."""
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]

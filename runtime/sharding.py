@@ -7,7 +7,7 @@ here that handles tensors returns plain ones unchanged, so that its callers need
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, TypeGuard, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -17,8 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor  # importing it takes a second
 
+Net = TypeVar("Net", bound=nn.Module)
 
-def shard(net: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
+
+def shard(net: Net, device: torch.device, dtype: torch.dtype) -> Net:
     """Moves this rank's part of each parameter of a DiT from the CPU to `device`, one block at a time.
 
     A block's linear layers are gathered when it is called, in `dtype`: float32, or autocast's, which would cast them
@@ -89,7 +91,7 @@ def total_norm(accelerator: Accelerator, tensors: Sequence[Tensor]) -> Tensor:
     Parts are summed over ranks at once. A plain tensor among sharded ones is the same on every rank and counts once.
     """
     sharded, plain = [t for t in tensors if is_sharded(t)], [t for t in tensors if not is_sharded(t)]
-    norms = [torch.nn.utils.get_total_norm(local_tensors(some)) for some in (sharded, plain) if some]
+    norms = [torch.nn.utils.get_total_norm(local_tensors(group)) for group in (sharded, plain) if group]
     if sharded and accelerator.num_processes > 1:
         square = norms[0].double().square()
         torch.distributed.all_reduce(square, group=sharded[0].device_mesh.get_group())

@@ -14,7 +14,7 @@ from typing import IO
 
 import numpy as np
 
-from runtime.files import MOST_BYTES, is_pointer, open_plain
+from runtime.files import MOST_BYTES, open_plain, refuse_pointer
 from runtime.schema import first_line
 
 PLAIN_NUMBERS = "biuf"  # numpy's kinds of types that are neither complex, text, times, records nor objects
@@ -26,11 +26,14 @@ ZIPPED = {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}  # zipfile unpacks the other
 def reading(file: object, what: str, remedy: str = "copy it again") -> Iterator[None]:
     """Turns any error of the block into a ValueError of one line: that `file` is not `what`, why, and the `remedy`.
 
-    Readers of somebody's file raise through this, as libraries have errors of many kinds, and few name the file.
+    Readers of somebody's file raise through this, as libraries have errors of many kinds, and few name the file. A
+    pointer of Git LFS gets its own line.
     """
     try:
         yield
     except Exception as error:
+        if isinstance(file, str | Path):
+            refuse_pointer(Path(file))
         reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
         raise ValueError(f"{file} is not {what} ({reason.rstrip('.')}): {remedy}.") from error
 
@@ -44,12 +47,15 @@ def printable(text: str) -> str:
 
 
 def read_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, most: int = MOST_BYTES) -> bytes:
-    """Reads a file of a zip; raises ValueError for more than `most` bytes, and zipfile's errors for a damaged one."""
+    """Reads a file of a zip; raises ValueError for more than `most` bytes, and for a damaged or encrypted file."""
     require_zipped(info)
     if info.file_size > most:
         raise ValueError(f"it has {info.file_size:,} bytes, more than {most:,}")
-    with archive.open(info) as file:
-        return file.read(info.file_size)  # with a size it unpacks no more than that
+    try:
+        with archive.open(info) as file:
+            return file.read(info.file_size)  # with a size it unpacks no more than that
+    except Exception as error:  # zipfile has an error for each
+        raise ValueError(first_line(error)) from error
 
 
 def require_zipped(info: zipfile.ZipInfo) -> None:
@@ -168,9 +174,3 @@ def read_range(file: Path, offset: int, size: int, most: int = MOST_BYTES) -> by
     if len(content) < size:
         raise ValueError(f"{file} became shorter while it was read")
     return content
-
-
-def refuse_pointer_text(content: bytes) -> None:
-    """Raises ValueError for the content of a pointer of Git LFS."""
-    if is_pointer(content):
-        raise ValueError("a pointer of Git LFS: run git lfs pull")

@@ -165,7 +165,7 @@ def parse_range(key: str, text: str | int | Iterable[int] | None) -> list[int]:
     return chosen
 
 
-def parse_seeds(key: str, text: str | int | Iterable[int] | None) -> list[int]:
+def parse_seeds(key: str, text: schema.Selection | None) -> list[int]:
     """Reads seeds as `parse_range` does, each once: one seed is one image."""
     return list(dict.fromkeys(parse_range(key, text)))
 

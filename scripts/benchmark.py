@@ -40,9 +40,10 @@ from sampling import generate
 from scoring.features import Features, extract, load_extractor
 from scripts.studies import official
 from training import speed
-from training.cuda_graphs import record_passes, record_update
+from training.cuda_graphs import Compile, record_passes, record_update
 from training.optimizers import build_optimizer
-from training.run import Sums, describe_network
+from training.run import Sums
+from training.run_record import network_record
 from training.settings import ModelSettings
 from weights.records import build_diffusion, build_network
 
@@ -68,9 +69,9 @@ class BenchmarkSettings(ModelSettings):
     diffusion: dict[str, Any]
     batch_size: Count
     grad_accum_steps: Count
-    precision: Literal["fp32", "bf16", "fp16", "fp8"]
+    precision: speed.Precision
     tf32: bool
-    compile: bool | Literal["reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+    compile: Compile
     variants: NonEmptyList[Text]
     attention: Literal["flash", "flash3", "cudnn", "efficient"] | None
     official: Location | None
@@ -106,14 +107,15 @@ def repeated(call: Callable[[], object]) -> Work:
     return work
 
 
-def matmul_flops(device: torch.device, precision: str) -> dict[str, float]:
+def matmul_flops(device: torch.device, precision: speed.Precision) -> dict[str, float]:
     """Measures the FLOP/s of square matrix products, by side; random factors, since zeros draw less power.
 
     fp8 is measured as bf16, as torch has no public product of float8.
     """
     rates, repeats = {}, 10 if device.type == "cuda" else 1
+    dtype = torch.bfloat16 if precision == "fp8" else DTYPES[precision]
     for side in SQUARES[device.type]:
-        a, b = torch.randn((2, side, side), device=device, dtype=DTYPES.get(precision, torch.bfloat16))
+        a, b = torch.randn((2, side, side), device=device, dtype=dtype)
         multiply = repeated(partial(torch.mm, a, b))
         multiply(1)
         rates[str(side)] = 2 * side**3 / seconds_of(device, multiply, repeats)
@@ -186,7 +188,7 @@ def options_of(variant: str) -> set[str]:
 
 def make_network(cfg: BenchmarkSettings, variant: str, device: torch.device | str) -> DiT:
     model = ModelSettings.model_construct(**{name: getattr(cfg, name) for name in ModelSettings.model_fields})
-    network = describe_network(model, (CHANNELS, 0, 0), NUM_CLASSES)
+    network = network_record(model, (CHANNELS, 0, 0), NUM_CLASSES)
     network["input_size"] = math.isqrt(cfg.tokens) * network["patch_size"]
     with torch.device(device):
         return build_network(network | ({"routes": []} if variant.startswith("dit") else {}))
@@ -206,7 +208,7 @@ def write_latents(folder: Path, count: int, shape: tuple[int, int, int], num_cla
 
 
 def make_step(
-    accelerator: Accelerator, objective: DiffusionLoss, how: bool | str, num_parts: int = 1, *, sharded: bool = False,
+    accelerator: Accelerator, objective: DiffusionLoss, how: Compile, num_parts: int = 1, *, sharded: bool = False,
     optimizer: Mapping[str, Any] = ADAMW, label_dropout: float = 0.1, clip_norm: float | None = None,
 ) -> Callable[[Tensor, Tensor, Mapping[str, Tensor]], tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Wraps an objective as train.py does; returns its step, a function of latents, labels and extra arrays."""
@@ -230,7 +232,8 @@ def make_training(
         if device.type == "cuda":
             speed.check_float8(device)
         speed.multiply_in_float8(net, emulate=device.type == "cpu")
-    weights, how = train.trained_weights(net), "eager" not in options and cfg.compile
+    weights = train.trained_weights(net)
+    how: Compile = "eager" not in options and cfg.compile
     if how and "passes" in options:
         how = "reduce-overhead"
     if how and "blocks" in options:  # torch's own mode, which train.py does not have
@@ -290,7 +293,7 @@ def time_sample(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict[str, A
     labels, diffusion = [seed % NUM_CLASSES for seed in seeds], build_diffusion(cfg.diffusion)
     guidance = None if cfg.scale is None else Guidance(cfg.scale)
 
-    def make(how: bool | str) -> Work:
+    def make(how: Compile) -> Work:
         net = make_network(cfg, "dit", accelerator.device).eval()
         speed.compile_blocks(net, how)
         return repeated(lambda: [*generate.generate(

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
@@ -43,11 +43,13 @@ from runtime.schema import Location, Settings, Text, first_line
 from scoring.features import ADM_GRAPH_URL, INCEPTION_URL
 from scripts.benchmark import make_step, write_latents
 from training import cuda_graphs, speed
+from training.cuda_graphs import Compile
 from weights.autoencoders import HUB_NAMES
 from weights.records import build_network
 
+Precision = speed.Precision | Literal["tf32"]
 # Largest relative differences of loss and gradient norm, over three steps, from those of the CPU in float32.
-TOLERANCES = {"fp32": 1e-4, "tf32": 5e-3, "bf16": 3e-2, "fp16": 1e-2, "fp8": 0.15}
+TOLERANCES: dict[Precision, float] = {"fp32": 1e-4, "tf32": 5e-3, "bf16": 3e-2, "fp16": 1e-2, "fp8": 0.15}
 RESUMED = 1e-3          # of the losses of a resumed run in fp32: GPU kernels sum in varying order
 STEPS = 3               # of each comparison with the CPU
 ROUTE = {"selection_ratio": 0.5, "start_layer_idx": 1, "end_layer_idx": -2}
@@ -83,7 +85,7 @@ class Machine:
     def network(self) -> dict[str, Any]:
         return NETWORK | (SMALLER if self.rehearsal else {})
 
-    def accelerator(self, precision: str, num_parts: int = 1) -> Accelerator:
+    def accelerator(self, precision: Precision, num_parts: int = 1) -> Accelerator:
         """Joins the ranks in a precision; raises Skipped for one that this machine lacks."""
         capability = torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else (8, 0)
         require(precision not in ("tf32", "bf16") or capability >= (8, 0), "capability 8.0 is needed")
@@ -93,8 +95,8 @@ class Machine:
             except ValueError as lacking:
                 raise Skipped(str(lacking)) from None
         ranks.start_anew({})  # else the precision is that of the last check
-        tf32 = precision == "tf32"
-        return speed.make_accelerator("fp32" if tf32 else precision, num_parts, tf32, cpu=self.rehearsal)
+        return speed.make_accelerator(
+            "fp32" if precision == "tf32" else precision, num_parts, precision == "tf32", cpu=self.rehearsal)
 
 
 def require(holds: bool, needs: str) -> None:
@@ -179,7 +181,7 @@ def steps_on_cpu(network: dict[str, Any], count: int, routed: bool) -> list[tupl
 
 
 def steps_here(
-    machine: Machine, precision: str, compiled: bool, routed: bool, num_parts: int, sharded: bool,
+    machine: Machine, precision: Precision, compiled: bool, routed: bool, num_parts: int, sharded: bool,
 ) -> list[tuple[float, float]]:
     """Returns loss and gradient norm of STEPS of train.py's steps on all ranks together, skipped ones left out."""
     accelerator, device = machine.accelerator(precision, num_parts), machine.device
@@ -201,7 +203,7 @@ def steps_here(
     raise ValueError("almost all steps were skipped, as their gradients were not finite")
 
 
-def check_step(machine: Machine, precision: str, compiled: bool = False, sharded: bool = False) -> str:
+def check_step(machine: Machine, precision: Precision, compiled: bool = False, sharded: bool = False) -> str:
     """Steps, dense and routed, of one and of two parts, against the CPU's; in replicas, or sharded over the ranks."""
     require(machine.device.type == "cuda" or precision in ("fp32", "bf16"), f"{precision} needs a GPU")
     require(machine.world > 1 or not sharded, "one process; accelerate launch starts one for each GPU")
@@ -221,7 +223,9 @@ def check_step(machine: Machine, precision: str, compiled: bool = False, sharded
 # ---- steps of train.py's loop ---------------------------------------------------------------------------------------
 
 
-def take_steps(machine: Machine, precision: str, how: bool | str, num_parts: int, steps: int) -> tuple[Tensor, Tensor]:
+def take_steps(
+    machine: Machine, precision: Precision, how: Compile, num_parts: int, steps: int,
+) -> tuple[Tensor, Tensor]:
     """Takes steps of train.py's loop, whose route ends at half of them; returns losses, and the last EMA as a vector.
 
     The host waits for the device in the first two steps alone, unless they are recorded, or torch raises an error.
@@ -250,10 +254,11 @@ def take_steps(machine: Machine, precision: str, how: bool | str, num_parts: int
     return torch.stack(losses), torch.cat([p.detach().flatten() for p in average])
 
 
-def check_replays(machine: Machine, precision: str) -> str:
+def check_replays(machine: Machine, precision: Precision) -> str:
     """Forty steps of one part and of two, with label dropout, an EMA and an off-ramp, plain and in CUDA graphs."""
     require(machine.device.type == "cuda" or machine.rehearsal and precision != "fp8", "CUDA graphs need a GPU")
-    steps, how = (6, False) if machine.rehearsal else (40, "reduce-overhead")
+    steps = 6 if machine.rehearsal else 40
+    how: Compile = False if machine.rehearsal else "reduce-overhead"
     apart = []
     for num_parts in (1, 2):
         plain, average = take_steps(machine, precision, False, num_parts, steps)

@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import sys
-from dataclasses import asdict
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,13 +15,13 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from latents.folder import KINDS, MAX_CLASSES, check_kind, check_labels
-from latents.forms import FORMS, Stored, convert, describe_formats, open_stored
-from latents.listing import find_tars, spread
-from latents.writer import is_finished, write_folder
+from latents.folder import MAX_CLASSES, Kind, check_labels, check_values
+from latents.forms import FORMS, Stored, open_stored
+from latents.listing import find_files, spread
+from latents.writer import Rows, Unreadable, is_finished, write_folder
 from runtime.command import command
 from runtime.device import join_ranks
-from runtime.schema import Classes, Count, Location, Positive, Settings, one_of
+from runtime.schema import Classes, Count, Location, Positive, Settings, Text, refuse
 
 CHUNK = 64               # latents read and converted at once
 NUM_PROBED = 256         # latents checked before anything is written
@@ -32,8 +32,8 @@ class ImportSettings(Settings):
 
     source: Location
     out: Location
-    format: one_of(FORMS) | None
-    kind: one_of(KINDS) | None
+    format: Text | None
+    kind: Kind | None
     scale: Positive | None
     latent_norm: bool
     num_classes: Classes | None
@@ -41,31 +41,29 @@ class ImportSettings(Settings):
     shard_size: Count
 
 
-def probe(stored: Stored, source: str) -> None:
-    """Checks some latents, spread over the source, before anything is written.
+def check_settings(cfg: ImportSettings, cli_overrides: Mapping[str, str]) -> ImportSettings:
+    """Raises ValueError for no such format, and for settings that would change nothing."""
+    if cfg.format not in FORMS:
+        raise ValueError(f"source={cfg.source} does not record its format: set "
+                         f"{'; '.join(f'format={name} {needs}' for name, (_, needs) in FORMS.items())}.")
+    for key, owner in (("kind", "tread"), ("latent_norm", "lightningdit")):
+        if cfg.format != owner:
+            refuse(cli_overrides, key, why=f"only format={owner} reads it")
+    return cfg
 
-    Raises ValueError if they are not finite or their root mean square is far from 1.
-    """
-    form, most = stored.form, max(1, 2**26 // math.prod(stored.shape))  # numbers in memory
-    rows = [finite(convert(form, torch.as_tensor(read(index, index + 1))), source, index)
+
+def probe(stored: Stored, source: str) -> None:
+    """Raises ValueError if some latents, spread over the source, are not finite or not of the kind and scale set."""
+    most = max(1, 2**26 // math.prod(stored.shape))  # numbers in memory
+    rows = [finite(stored.convert(read(index, index + 1)), source, index)
             for index in spread(len(stored.labels), min(NUM_PROBED, most)).tolist() for read in stored.sides.values()]
-    values, scale = torch.cat(rows).double().numpy(), form.convention.scale
-    check_kind(values, form.kind, f"source={source}",
-               f"set {'kind=moments (for format=tread)' if form.kind == 'sample' else 'format='}, or write them anew.")
-    if form.log_variance and values[:, values.shape[1] // 2 :].min() >= 0.99 * scale:  # up to float16 rounding
+    values, scale = torch.cat(rows).double().numpy(), stored.convention.scale
+    if stored.log_variance and values[:, values.shape[1] // 2 :].min() >= 0.99 * scale:  # up to float16 rounding
         raise ValueError(f"source={source}: the second half of the channels is never below 0, so it looks like "
                          f"standard deviations, but log-variances are expected here: write 2 * log(std) instead.")
-    rms = math.sqrt(np.square(values).mean() * (2 if form.kind == "moments" else 1))  # of mean + std * eps
-    if not 0.2 < rms < 4:
-        how = "values as stored" if form.scaled else f"scale={scale:g}"
-        raise ValueError(f"source={source} has latents whose root mean square is {rms:.3g} instead of about 1, read as "
-                         f"{form.whose} with {how}: set format= or scale=.")
-
-
-def fingerprint(stored: Stored) -> str:
-    """Returns a hash of the labels, what the values mean, and the sizes and times of the source's files."""
-    facts = [stored.labels.tolist(), stored.shape, asdict(stored.form), stored.stamps]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+    how = "values as stored" if stored.scaled else f"scale={scale:g}"
+    check_values(values, stored.kind, stored.autoencoder, f"source={source}, read with {how}",
+                 "set another format=, kind= or scale=, or write them anew")
 
 
 def finite(rows: torch.Tensor, source: str, first: int) -> torch.Tensor:
@@ -78,47 +76,43 @@ def finite(rows: torch.Tensor, source: str, first: int) -> torch.Tensor:
     return rows
 
 
-@command("import_latents", ImportSettings)
+@command("import_latents", ImportSettings, check=check_settings)
 def main(cfg: ImportSettings) -> None:
     """Writes `source` to `out` as a latent folder. Raises ValueError for a bad source."""
     state, out = join_ranks(cpu=True, tf32=True, timeout=timedelta(days=7)), Path(cfg.out)
-    if not Path(cfg.source).exists() and not find_tars(cfg.source):
+    if not Path(cfg.source).exists() and not find_files(cfg.source):
         raise ValueError(f"source={cfg.source} does not exist (looked from {Path.cwd()}).")
-    if cfg.format is None:
-        raise ValueError(describe_formats(cfg.source))
+    assert cfg.format   # of `check_settings`
     stored = open_stored(cfg.format, cfg.source, cfg.kind, cfg.scale, cfg.latent_norm, cfg.autoencoder)
-    form = stored.form
     check_labels(stored.labels, cfg.num_classes or MAX_CLASSES, f"source={cfg.source}",
                  "set num_classes above it, or correct the source")
     labels = stored.labels.astype(np.int64)
     num_classes, count = cfg.num_classes or int(labels.max()) + 1, len(labels)
     is_mirrored = len(stored.sides) > 1
-    copies = " and as many mirrored copies" if is_mirrored else ""
-    settings = dict(format=cfg.format, kind=form.kind, scale=form.convention.scale, autoencoder=form.autoencoder,
-                    mirrored=is_mirrored, num_classes=num_classes, shard_size=cfg.shard_size,
-                    fingerprint=fingerprint(stored))
+    meaning = {"kind": stored.kind, "autoencoder": stored.autoencoder, "scaled": stored.scaled,
+               "log_variance": stored.log_variance, **stored.convention.record()}
+    facts = json.dumps([labels.tolist(), stored.shape, stored.stamps])
+    settings = dict(format=cfg.format, mirrored=is_mirrored, num_classes=num_classes, shard_size=cfg.shard_size,
+                    **meaning, fingerprint=hashlib.sha256(facts.encode()).hexdigest()[:32])
     probe(stored, cfg.source)
-    state.print(f"{cfg.source}: {count:,} latents {stored.shape}{copies} in {num_classes} classes")
+    state.print(f"{cfg.source}: {count:,} latents {stored.shape}{' and as many mirrored copies' * is_mirrored} in "
+                f"{num_classes} classes")
     if is_finished(out, settings, state.is_main_process):
         return
 
-    def read(rows: range) -> tuple[range, dict]:
+    def read(rows: range) -> tuple[range, dict[str, np.ndarray | torch.Tensor]]:
         return rows, {part: read(rows.start, rows.stop) for part, read in stored.sides.items()}
 
-    def encode(content: tuple[range, dict]) -> tuple[dict[str, np.ndarray], list]:
+    def encode(content: tuple[range, dict[str, np.ndarray | torch.Tensor]]) -> tuple[Rows, Unreadable]:
         rows, values = content
-        parts = {part: finite(convert(form, torch.as_tensor(value)), cfg.source, rows.start).numpy()
-                 for part, value in values.items()}
+        parts = {part: finite(stored.convert(value), cfg.source, rows.start).numpy() for part, value in values.items()}
         return parts | {"labels": labels[rows.start : rows.stop]}, []
 
-    channels, side = stored.shape[0] // (2 if form.kind == "moments" else 1), stored.shape[1]
-    metadata = {
-        "shape": [channels, side, side], "kind": form.kind, "mirrored": is_mirrored, "num_classes": num_classes,
-        "class_names": None, "autoencoder": form.autoencoder, **form.convention.record(), "source": cfg.source,
-        "imported": {"format": cfg.format} | asdict(form),
-    } | ({} if form.downsample is None else {"resolution": side * form.downsample})
-    write_folder(out, settings, metadata, stored.shape, count, shard_size=cfg.shard_size, batch_size=CHUNK, read=read,
-                 encode=encode, state=state)
+    channels, side = stored.shape[0] // (2 if stored.kind == "moments" else 1), stored.shape[1]
+    metadata = {"shape": [channels, side, side], "mirrored": is_mirrored, "num_classes": num_classes,
+                "class_names": None, "source": cfg.source, "imported": {"format": cfg.format}, **meaning}
+    write_folder(out, settings, metadata, count, shard_size=cfg.shard_size, batch_size=CHUNK, read=read, encode=encode,
+                 state=state)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from conftest import ROOT
 from hydra import compose, initialize_config_dir
 from hydra.errors import MissingConfigException
 from omegaconf import OmegaConf
-from omegaconf.errors import InterpolationResolutionError
 
 from blocks import BLOCKS
 from dit import DiT, DiT_models, multiply_adds
@@ -19,9 +18,9 @@ from edm import EDM
 from guidance import Guidance
 from objectives import build_objective, class_of
 from rf import RF
-from routing_module import Route, Router, resolve_routes
+from routing_module import Route, Router
 from runtime import schema
-from training.run import describe_network
+from training.run_record import network_record
 from training.settings import MuonSettings, TrainSettings, check_settings
 from weights.records import architecture, build_diffusion, build_network
 
@@ -44,7 +43,7 @@ def described(cfg):
     """Returns the network's keywords."""
     cfg = settings(cfg)
     shape = (cfg.data.channels or 4, cfg.data.input_size or 32, cfg.data.input_size or 32)
-    return describe_network(cfg.model, shape, cfg.data.num_classes or 1000)
+    return network_record(cfg.model, shape, cfg.data.num_classes or 1000)
 
 
 def network(cfg):
@@ -79,9 +78,7 @@ def test_an_experiment_composes_checks_and_builds_and_an_unknown_one_lists_them(
     (["experiment=tread", "model=dit"], "name=b2_tread is the experiment's name .* beside model=dit give name="),
     (["experiment=tread_v1", "model=tread"], "beside model=tread"), (["experiment=finetune", "model=tread"], "name="),
     (["experiment=tread", "model=dit", "name=b2_dense"], None), (["experiment=quickstart", "model=dit"], None),
-    (["experiment=sit_sprint", "model=tread", "run_dir=x"], None), (["experiment=dit", "routes=balanced"], "name="),
-    (["model=tread_v1", "routes=balanced"], "routes=balanced and model=tread_v1 do not"),
-    (["routes=balanced", "model.routes=[]"], r"routes=balanced and model.routes=\[\] do not"),
+    (["experiment=sit_tread", "model=sprint", "run_dir=x"], None),
     (["sharding=fsdp", "precision=fp8"], "sharding=fsdp and precision"),
     (["optimizer=muon", "precision=fp8"], "optimizer=muon and precision=fp8 do not"),
     (["experiment=tread", "size=xl2"], None), (["experiment=small", "size=b2"], None),
@@ -132,23 +129,10 @@ ROWS |= {name: (["experiment=tread", f"model.backbone_type={backbone}", "model=d
          for name, (backbone, depth) in OTHERS.items()}
 ROWS |= {"xl1_lightning": (["experiment=lightning"], 28), "xl1_lightning_tread": (["experiment=lightning_tread"], 28)}
 ROWS |= {f"{size}_sit_repa": (["experiment=sit_repa", f"size={size}"], SIZES[size]) for size in ("b2", "xl2")}
-RECIPES = {f"{size}_{recipe}": ([f"experiment={recipe}", f"size={size}"], SIZES[size]) for size in ("b2", "xl2")
-           for recipe in ("sit_tread_repa", "sit_sprint")}  # not published, or with another length
+# Not published, or with another length.
+RECIPES = {"b2_sit_tread_repa": (["experiment=sit_tread", "objective=alignment", "name=b2_sit_tread_repa"], 12),
+           "b2_sit_sprint": (["experiment=sit", "model=sprint", "name=b2_sit_sprint"], 12)}
 VERSION_1 = {12: [(0, 4), (6, 9)], 28: [(0, 10), (13, 21)]}  # the routes of the paper's first version, by depth
-
-
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_routes_of_an_experiment_follow_the_depth_of_another_network_or_are_refused(experiment):
-    is_first, spans = experiment == "tread_v1", {}
-    for size, depth in SIZES.items():
-        cfg = load(f"experiment={experiment}", f"model.backbone_type=DiT-{size[:-1].upper()}/2", "model.depth=null")
-        if is_first and depth not in VERSION_1:
-            with pytest.raises(InterpolationResolutionError, match=f"for 12 and 28 blocks, and DiT-L/2 has {depth}"):
-                settings(cfg)
-        else:
-            routes = resolve_routes([Route(**route) for route in cfg.model.routes], depth)
-            spans[depth] = [(route.start_layer_idx, route.end_layer_idx - depth * (not is_first)) for route in routes]
-    assert spans == (VERSION_1 if is_first else dict.fromkeys(spans, spans[12]))
 
 
 @pytest.mark.parametrize("name", ROWS | RECIPES)
@@ -224,22 +208,6 @@ def test_every_way_to_guide_is_a_setting_of_one_value(name):
         assert load(f"guidance={name}", name=entry).gamma2 == cfg.gamma2
 
 
-PRESETS = {"paper": (2, -4, 0.5), "balanced": (2, -2, 0.5), "max_speed": (1, -1, 0.7), "high_resolution": (2, -3, 0.6)}
-
-
-@pytest.mark.parametrize("model", ["dit", "tread"])
-def test_a_preset_replaces_the_models_routes_and_names_the_run(model):
-    assert {path.stem for path in (CONFIGS / "presets" / "routes").glob("*.yaml")} == set(PRESETS)
-    for name, (start, end, ratio) in PRESETS.items():
-        cfg = load(f"model={model}", f"routes={name}")
-        [route] = network(cfg).routes
-        assert (route.start_layer_idx, route.end_layer_idx, route.selection_ratio) == (start, 12 + end, ratio)
-        assert cfg.name == ("tread" if name == "paper" else f"tread-{name}") + "-imagenet256"
-    assert load(f"model={model}", "routes=paper") == load("model=tread") == load()
-    [route] = network(load("experiment=tread_v1", "size=xl2", "routes=balanced")).routes
-    assert (route.start_layer_idx, route.end_layer_idx) == (2, 26)
-
-
 # ---- numbers of pages that are counted ------------------------------------------------------------------------------
 
 
@@ -251,19 +219,14 @@ def flops(backbone, side, route=None):
     return sum(multiply_adds(net, net.routes))
 
 
-def ratios(preset):
-    start, end, ratio = PRESETS[preset]
-    return [f"{flops(name, side) / flops(name, side, (start, end, ratio)):.2f}" for name in ("DiT-B/2", "DiT-XL/2")
-            for side in (32, 64)]
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_the_flop_ratios_of_a_preset_are_counted_at_its_head_and_on_the_page(preset):
-    head = (CONFIGS / "presets" / "routes" / f"{preset}.yaml").read_text()
-    [written] = re.findall(r"at 256 / 1024 tokens: B/2 (\S+) / (\S+), XL/2 (\S+) / (\S+)$", head, flags=re.M)
+def test_the_flop_ratios_of_routes_on_the_page_are_counted():
     page = (ROOT / "docs" / "routing.md").read_text()
-    [shown] = re.findall(rf"^\| `{preset}` \| .* \| (\S+), (\S+) \| (\S+), (\S+) \|", page, flags=re.M)
-    assert [*written] == [*shown] == ratios(preset)
+    rows = re.findall(r"^\| (\d) → −(\d), ([\d.]+) \| (\S+), (\S+) \| (\S+), (\S+) \|", page, flags=re.M)
+    for start, end, ratio, *shown in rows:
+        route = int(start), -int(end), float(ratio)
+        assert shown == [f"{flops(name, side) / flops(name, side, route):.2f}" for name in ("DiT-B/2", "DiT-XL/2")
+                         for side in (32, 64)]
+    assert len(rows) == 4
 
 
 def test_the_flop_ratios_of_mamba_and_rwkv_on_the_page_are_counted():

@@ -84,6 +84,13 @@ def test_a_folders_file_is_found_by_its_name_alone():
     assert sorted(names) == sorted(set(names)), sorted(name for name in set(names) if names.count(name) > 1)
 
 
+def test_private_parts_of_libraries_are_reached_from_one_file():
+    for name, tree in files().items():
+        private = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)
+                   and node.attr in ("_dynamo", "_inductor", "_reset_state", "filterwarnings", "setLevel")}
+        assert not private or name == "runtime.libraries" or package(name) in ("routed", "scripts"), (name, private)
+
+
 STATES = {"state", "accelerator", "run", "machine"}
 COLLECTIVES = {"from_main", "broadcast_object_list", "broadcast", "gather", "gather_object", "reduce", "all_reduce",
                "wait_for_everyone", "main_process_first", "local_main_process_first"}

@@ -19,7 +19,7 @@ from runtime.schema import read
 PAGES = [*(ROOT / page for page in ("README.md", "CONTRIBUTING.md", "examples/emoji/README.md")),
          *sorted((ROOT / "docs").glob("*.md"))]
 PLAIN_ARGUMENTS = ("scripts/compare.py", "scripts/studies/held_out.py", "examples/emoji/prepare_emoji.py",
-                   "examples/route_diffusers.py", "examples/custom_block.py", "examples/write_latents.py")
+                   "examples/route_diffusers.py", "examples/write_latents.py")
 CODE = [*sorted(ROOT.glob("*.py")), *sorted((ROOT / "scripts").glob("[!_]*.py")),
         *sorted((ROOT / "scripts/studies").glob("[!_]*.py")), *sorted((ROOT / "examples").glob("*.py")),
         *sorted((ROOT / "configs").rglob("*.yaml"))]

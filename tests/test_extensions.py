@@ -2,59 +2,74 @@
 
 import importlib
 import json
-import re
+import shutil
+import subprocess
 import sys
 
 import pytest
 import torch
 from conftest import ROOT, run_command
-from training_runs import assert_resumes
+from own_extensions import code_of, installed
+from training_runs import assert_resumes, command, rows, trained
 
 import extensions
 import fid
 import sample
-from blocks import BLOCKS, Block
 from dit import DiT
 from edm import EDM
 from objectives import DiffusionLoss
+from weights import checkpoint as checkpoints
 from weights.loading import load_trained
 
-PAGE = {"blocks/parallel": "Attention and MLP in parallel", "solvers/midpoint": "The midpoint rule",
-        "metrics/mean_distance": "def mean_distance", "extractors/colours": "def colours",
-        "guidances/rescaled": "Guidance whose estimate", "diffusions/log_uniform": "EDM, trained on noise levels"}
+X0PRED = """from objectives.diffusion import DiffusionLoss
+
+
+class X0pred(DiffusionLoss):
+    changeable = ("factor",)
+
+    def __init__(self, *args, factor=1.0):
+        super().__init__(*args)
+        self.factor = factor
+
+    def forward(self, x, y):
+        return self.factor * super().forward(x, y)[0], {}
+"""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def page(tmp_path_factory):
-    """The page's files, in folders that the packages search as well."""
+    """The page's files, and a loss of another spelling, in folders that the packages search as well."""
     folder = tmp_path_factory.mktemp("extensions")
-    codes = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
-    for file, start in PAGE.items():
-        [code] = [code for code in codes if start in code]
-        assert len([line for line in code.splitlines() if line]) <= 20
-        (folder / file).parent.mkdir(exist_ok=True)
-        (folder / f"{file}.py").write_text(code)
-        importlib.import_module(file.partition("/")[0]).__path__.append(str(folder / file.partition("/")[0]))
-    BLOCKS["parallel"] = extensions.find("blocks", "parallel")
-    yield folder
-    del BLOCKS["parallel"]
-    for file in PAGE:
-        importlib.import_module(file.partition("/")[0]).__path__.pop()
-        sys.modules.pop(file.replace("/", "."), None)
+    with installed(folder, x0pred=X0PRED):
+        yield folder
 
 
-def test_the_pages_block_is_built_by_its_name_with_its_sizes():
-    net = DiT(input_size=8, in_channels=3, hidden_size=32, depth=2, num_heads=2, num_classes=5, block="parallel")
-    assert type(net.blocks[0]) is BLOCKS["parallel"] and issubclass(BLOCKS["parallel"], Block)
-    assert BLOCKS["parallel"].models["Parallel-B/2"]["hidden_size"] == 768
-    assert net(torch.randn(2, 3, 8, 8), torch.rand(2), torch.arange(2)).shape == (2, 3, 8, 8)
+def test_the_pages_block_trains_by_its_name_with_dits_sizes(shapes, tmp_path):
+    project = tmp_path / "project"
+    shutil.copytree(ROOT / "blocks", project / "blocks")
+    (project / "blocks/parallel.py").write_text(code_of("blocks/parallel"))
+    for path in ROOT.glob("[!_.]*"):
+        if not (project / path.name).exists():
+            (project / path.name).symlink_to(path)
+    settings = command(tmp_path / "run", shapes, "steps=2", "model.backbone_type=parallel-S/2", "name=x")[1:]
+    code = "import sys, train; sys.argv[0] = 'train.py'; train.main()"
+    ended = subprocess.run([sys.executable, "-c", code, *settings], cwd=project, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    saved = checkpoints.read_meta(checkpoints.latest(tmp_path / "run"))
+    assert (saved["network"]["block"], saved["step"], saved["network"]["patch_size"]) == ("parallel", 2, 2)
 
 
-def test_the_pages_diffusion_trains_and_resumes_by_its_name_and_config(shapes, tmp_path):
-    config = tmp_path / "configs/diffusion/log_uniform.yaml"
-    config.parent.mkdir(parents=True)
-    config.write_text("name: log_uniform\nlow: -4.0\nhigh: 2.0\n")
-    assert_resumes(tmp_path, shapes, "diffusion=log_uniform", "--config-dir", str(tmp_path / "configs"))
+def test_a_loss_has_the_one_class_of_its_file_and_a_keyword_without_annotation_is_any_value(shapes, tmp_path):
+    once, twice = (trained(tmp_path / str(factor), shapes, "objective.name=x0pred", f"+objective.factor={factor}",
+                           "steps=1", "log.every=1") and rows(tmp_path / str(factor))[0]["loss"] for factor in (1, 2))
+    assert twice == pytest.approx(2 * once)
+
+
+def test_the_pages_diffusion_trains_and_resumes_by_its_name_and_config(shapes, tmp_path, monkeypatch):
+    configs = shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    (configs / "diffusion/log_uniform.yaml").write_text("name: log_uniform\nlow: -4.0\nhigh: 2.0\n")
+    monkeypatch.setattr("runtime.command.CONFIGS", configs)
+    assert_resumes(tmp_path, shapes, "diffusion=log_uniform")
     diffusion = load_trained(tmp_path / "whole").diffusion
     assert type(diffusion).__name__ == "LogUniform" and diffusion.low == -4
     sigma = diffusion.draw(torch.zeros(4000, 3, 2, 2))[0].log()

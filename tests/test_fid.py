@@ -27,7 +27,7 @@ import fid
 from autoencoder import Identity
 from edm import EDM
 from guidance import Guidance
-from latents.images import ShapeSource
+from latents.images import open_shapes
 from runtime import files
 from scoring import image_sets, metrics, score
 from scoring.features import EXTRACTORS, extract, load_extractor
@@ -159,8 +159,8 @@ def test_pixels_are_compared_without_rounding(tmp_path):
 
 
 def shapes(count, seed=0, side=16):
-    source = ShapeSource(count, seed)
-    return torch.from_numpy(np.stack([source.pixels(i, side) for i in range(count)]))
+    source = open_shapes(count, seed, side)
+    return torch.from_numpy(np.stack([source.pixels(i) for i in range(count)]))
 
 
 def write_folder(folder, images, places=("",), suffixes=(".png",)):

@@ -31,7 +31,6 @@ from closed_forms import (
 from conftest import run_command
 from safetensors.torch import load_file
 from test_data import write_folder
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -41,6 +40,7 @@ from blocks import BLOCKS
 from blocks.transformer import DiTBlock, LightningBlock
 from dit import DiT, DiT_models
 from edm import EDM
+from examples.own_teacher import prepared
 from guidance import Guidance
 from objectives import alignment
 from objectives.teachers import Teacher
@@ -144,7 +144,7 @@ def train(home: Path, case: dict, trainer: Trainer, command: Callable = run_comm
                  autoencoder="none", scale=1.0, shard=len(x), arrays=teacher)
     if teacher:
         encoder = Encoder()
-        tokens = Teacher(encoder, encoder, 4, 224, IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)(pictures())
+        tokens = Teacher(lambda images: encoder(prepared(images, 224)), 4)(pictures())
         np.save(home / "data" / "teacher-00000.npy", tokens.numpy())
     recorded = network | ({"routes": case["routes"]} if network.get("fusion") else {})
     state = begin(build_network(recorded)).state_dict()

@@ -46,7 +46,6 @@ ZEROS = {
     "path drop": (("model=sprint", "model.routes.0.path_drop=0"),
                   ("model=sprint", "model.routes=[{selection_ratio: 0.75, start_layer_idx: 2, end_layer_idx: -3}]")),
     "shift": (("diffusion=rf", "diffusion.shift=1"), ("diffusion=rf",)),
-    "latents on the device": (("data.on_device=true",), ()),
     "a sampled ratio that is the route's": (("route_schedule.selection_ratios=[0.5]",), ()),
 }  # fmt: skip
 

@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import forked
 import pytest
 from conftest import PATIENCE, change_record
+from test_files import ended_process
 from training_runs import assert_same_end, refusal, rows, start, train, train_here, trained, wait_until
 
 from runtime import files
@@ -123,7 +124,8 @@ def test_leftovers_of_a_killed_save_or_grid_are_removed_on_the_next_start(shapes
     older = shutil.copytree(checkpoints.latest(run), tmp_path / "older")
     checkpoints.write_meta(older, checkpoints.read_meta(older) | {"step": 4})
     older.rename(run / "checkpoints/step-00000004")
-    left = [run / ".metrics.jsonl.1.tmp", run / "samples/.step-00000004.png.1.tmp",
+    dead = ended_process()
+    left = [run / f".metrics.jsonl.{dead}.tmp", run / f"samples/.step-00000004.png.{dead}.tmp",
             run / "checkpoints/.step-00000004.tmp"]
     for file in left:
         file.write_text("")

@@ -107,14 +107,14 @@ def test_an_off_ramp_is_the_dense_command_after_it(taught, tmp_path):
 
 
 def test_what_was_trained_is_recorded_and_guidance_uses_the_initial_route(taught, tmp_path):
-    trained(tmp_path / "run", taught, "route_schedule=off_ramp", "route_schedule.selection_ratios=[0.25,0.75]")
+    trained(tmp_path / "run", taught, "route_schedule.dense_after=0.85", "route_schedule.selection_ratios=[0.25,0.75]")
     meta = checkpoints.read_meta(checkpoints.latest(tmp_path / "run"))
     assert meta["route_schedule"] == {"dense_after": 5, "selection_ratios": [0.25, 0.75]}
     net = load_trained(tmp_path / "run").net
     assert net.routes == (ROUTE,) and Guidance(1.5, 0.25, 0.75).routes_at(net, 0.75, 0.0) == (Route(2, 2, 0.75),)
     schedule = build_schedule(net, meta["route_schedule"], meta["seed"])
     assert len({*ratios_of(schedule, 5)}) == 2 and ratios_of(schedule, 6)[5] == 0
-    printed = trained(tmp_path / "run", taught, "route_schedule=off_ramp", "steps=12",
+    printed = trained(tmp_path / "run", taught, "route_schedule.dense_after=0.85", "steps=12",
                       "route_schedule.selection_ratios=[0.25,0.75]")
     assert 'route_schedule was {"dense_after": 5, ' in printed and 'and is now {"dense_after": 10, ' in printed
 

@@ -40,16 +40,6 @@ def test_a_dense_pass_fuses_too_samples_nothing_and_equals_the_route_of_ratio_0_
     assert torch.equal(model(x, t, y, resolve_routes([Route(**ROUTE | {"selection_ratio": 0.0})], 6)), dense)
 
 
-# ---- path drop ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("whole", "shape"), [(False, (8,)), (True, (1,))])
-def test_samples_or_whole_batches_are_dropped_by_chance(whole, shape):      # the same samples: tests/published
-    route = Route(2, 3, 0.75, path_drop=0.1, drop_batch=whole)
-    dropped = torch.stack([route.draw_dropped(8, torch.device("cpu"))[0] for _ in range(5000)])
-    assert dropped.shape[1:] == shape and abs(dropped.float().mean() - 0.1) < 0.03
-
-
 @torch.no_grad()
 def test_a_dropped_sample_of_a_plain_route_skips_its_blocks(monkeypatch):
     model = DiT(**SMALL, init="xavier", routes=[Route(1, 4, 0.0, path_drop=0.5)])

@@ -54,7 +54,7 @@ def make(place: Path) -> Path:
     shutil.make_archive(str(place / "pets"), "zip", place / "pets")
     np.savez(place / "foreign.npz", arr_0=np.zeros((4, 8, 8, 3), np.uint8))
     (place / "map.json").write_text('{"ant": 0, "bee": 1}')
-    for part, row in (("features", np.full((1, 4, 8, 8), 0.5, np.float32)), ("labels", np.zeros(1, np.int64))):
+    for part, row in (("features", np.resize(np.float32([1, -1]), (1, 4, 8, 8))), ("labels", np.zeros(1, np.int64))):
         (place / f"pairs/imagenet256_{part}").mkdir(parents=True)
         for i in range(4):  # as fast-DiT stores latents
             np.save(place / f"pairs/imagenet256_{part}/{i}.npy", row if part == "features" else row + i)

@@ -5,19 +5,20 @@ few images. torch.compile would record a graph for each block and direction, and
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
+from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from objectives import DiffusionLoss
 from training.optimizers import update_weights
 
-# The modes of torch.compile that ask for CUDA graphs, and the mode that compiles the blocks inside our graphs.
-CUDA_GRAPHS = {"reduce-overhead": None, "max-autotune": "max-autotune-no-cudagraphs"}
+Compile = bool | Literal["reduce-overhead"]     # whether blocks are compiled; the last one asks for CUDA graphs, too
 WARMUP = 3              # passes before recording, which compile and choose kernels
 STRETCH = 128 * 2**20   # bytes of gradients that are sent while the next ones are computed
 MODE = "thread_local"   # of a capture's checks: the thread that reads data ahead may pin memory meanwhile
@@ -35,7 +36,7 @@ class Recorded(nn.Module):
         super().__init__()
         self.objective, self.copies, self.stream = objective, copies, torch.cuda.Stream()
         self.stretch = STRETCH if torch.distributed.is_initialized() else math.inf
-        self.passes: dict[tuple, Passes] = {}
+        self.passes: dict[tuple[Hashable, ...], Passes] = {}
         self.num_begun = 0  # phases of the routes
 
     def forward(self, x: Tensor, y: Tensor, **arrays: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -47,8 +48,8 @@ class Recorded(nn.Module):
         if key not in self.passes:
             self.passes[key] = Passes(self, {"x": x, "y": y, **arrays})
         passes = self.passes[key]
-        for place, argument in zip(passes.inputs.values(), (x, y, *arrays.values()), strict=True):
-            place.copy_(argument)
+        for recorded, argument in zip(passes.inputs.values(), (x, y, *arrays.values()), strict=True):
+            recorded.copy_(argument)
         passes.forward.replay()
         losses = passes.losses
         for number in reversed(range(len(passes.backward))):
@@ -68,12 +69,13 @@ class Passes:
         weights = {name: p for name, p in objective.named_parameters() if p.requires_grad}
         # DDP keeps the autograd nodes of the weights, on the stream where it was built. A recording must not reach
         # them, so it differentiates leaves of its own in the same memory.
-        leaves = {name: nn.Parameter(p.detach()) for name, p in weights.items()}
+        leaves: dict[str, Tensor] = {name: nn.Parameter(p.detach()) for name, p in weights.items()}
         call = partial(torch.func.functional_call, objective, leaves, kwargs=self.inputs)
         casts = torch.autocast(device.type, torch.get_autocast_dtype(device.type),
                                torch.is_autocast_enabled(device.type), cache_enabled=False)
         buffers = {buffer: buffer.clone() for buffer in objective.buffers()}
-        self.forward, self.backward = torch.cuda.CUDAGraph(), []
+        self.forward = torch.cuda.CUDAGraph()
+        self.backward: list[tuple[torch.cuda.CUDAGraph, dict[nn.Parameter, Tensor]]] = []
 
         def begin_graph() -> None:
             self.backward.append((torch.cuda.CUDAGraph(), {}))
@@ -84,7 +86,7 @@ class Passes:
             graph, gradients = self.backward[-1]
             gradients[weights[name]] = gradient.detach()
             remaining.discard(name)
-            if remaining and sum(each.nbytes for each in gradients.values()) >= recorded.stretch:
+            if remaining and sum(g.nbytes for g in gradients.values()) >= recorded.stretch:
                 graph.capture_end()
                 begin_graph()
 
@@ -120,13 +122,13 @@ class Replay(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: object, passes: Passes, number: int, losses: Tensor, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, passes: Passes, number: int, losses: Tensor, *weights: Tensor) -> Tensor:
         ctx.passes, ctx.number = passes, number
         return losses.detach()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: object, loss_gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, loss_gradients: Tensor) -> tuple[Tensor | None, ...]:
         passes, (graph, gradients) = ctx.passes, ctx.passes.backward[ctx.number]
         if ctx.number == 0:
             passes.loss_gradients.copy_(loss_gradients)
@@ -144,42 +146,44 @@ class RecordedUpdate:
     def __init__(self, optimizer: torch.optim.Optimizer):
         self.optimizer = optimizer
         self.rates = [torch.zeros((), device=group["params"][0].device) for group in optimizer.param_groups]
-        self.graphs: dict[tuple[int, ...], tuple | None] = {}
+        self.graphs: dict[tuple[int, ...], tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor]] | None] = {}
 
-    def __call__(self, update: Callable[[], tuple[Tensor, ...]], gradients: list[Tensor]) -> tuple[Tensor, ...]:
+    def __call__(self, update: Callable[[], tuple[Tensor, Tensor]], gradients: list[Tensor]) -> tuple[Tensor, Tensor]:
         groups, addresses = self.optimizer.param_groups, tuple(map(Tensor.data_ptr, gradients))
         if addresses not in self.graphs:
             self.graphs[addresses] = None
             return update()
-        if self.graphs[addresses] is None:
+        recorded = self.graphs[addresses]
+        if recorded is None:
             graph, settings = torch.cuda.CUDAGraph(), [dict(group) for group in groups]
             for group, rate in zip(groups, self.rates, strict=True):
                 group.update(lr=rate, capturable=True)
             with torch.cuda.graph(graph, capture_error_mode=MODE):
-                self.graphs[addresses] = graph, update()
+                recorded = graph, update()
+            self.graphs[addresses] = recorded
             for group, before in zip(groups, settings, strict=True):
                 group.update(before)
         for group, rate in zip(groups, self.rates, strict=True):
             rate.fill_(group["lr"])
-        graph, results = self.graphs[addresses]
+        graph, (grad_norm, skipped) = recorded
         graph.replay()
-        return tuple(result.clone() for result in results)
+        return grad_norm.clone(), skipped.clone()
 
 
 def record_passes(
-    objective: DiffusionLoss, how: bool | str, device: torch.device, num_parts: int,
+    objective: DiffusionLoss, how: Compile, device: torch.device, num_parts: int,
 ) -> nn.Module:
-    """Returns the objective for `speed.replicate`: itself or, on a GPU with a mode of CUDA_GRAPHS, recorded."""
-    if device.type != "cuda" or how not in CUDA_GRAPHS:
+    """Returns the objective for `speed.replicate`: itself or, on a GPU and if asked for, recorded."""
+    if device.type != "cuda" or how != "reduce-overhead":
         return objective
     return Recorded(objective, copies=num_parts > 1)
 
 
 def record_update(
-    accelerator: Accelerator, optimizer: torch.optim.Optimizer, how: bool | str, num_parts: int,
+    accelerator: Accelerator, optimizer: AcceleratedOptimizer, how: Compile, num_parts: int,
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """Returns `update_weights`; where passes are recorded, it replays AdamW's steps if gradients keep their place."""
-    if (accelerator.device.type == "cuda" and how in CUDA_GRAPHS and num_parts == 1 and accelerator.scaler is None
+    if (accelerator.device.type == "cuda" and how == "reduce-overhead" and num_parts == 1 and accelerator.scaler is None
             and isinstance(optimizer.optimizer, torch.optim.AdamW)):
         return partial(update_weights, replay=RecordedUpdate(optimizer))
     return update_weights

@@ -2,40 +2,18 @@
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.optim.adamw import adamw as adamw_step
 
 from runtime import sharding
 from runtime.device import multiplies_bf16
 
 
-class ShardedAdamW(torch.optim.AdamW):
-    """torch's fused AdamW. Steps after the first work on this rank's shards, without the dispatch of DTensors.
-
-    Its state is the same, so checkpoints do not differ.
-    """
-
-    @torch.no_grad()
-    def step(self, closure: object = None) -> None:
-        for group in self.param_groups:
-            weights = [p for p in group["params"] if p.grad is not None]
-            if not all(p in self.state for p in weights):  # torch initialises their state
-                return super().step(closure)
-            state = {name: [self.state[p][name] for p in weights] for name in ("exp_avg", "exp_avg_sq", "step")}
-            lists = weights, [p.grad for p in weights], state["exp_avg"], state["exp_avg_sq"], [], state["step"]
-            beta1, beta2 = group["betas"]
-            numbers = {key: group[key] for key in ("lr", "weight_decay", "eps")}
-            adamw_step(*map(sharding.local_tensors, lists), fused=True, amsgrad=False, maximize=False, beta1=beta1,
-                       beta2=beta2, found_inf=getattr(self, "found_inf", None), **numbers)
-        return None
-
-
-def adamw(trained: Mapping[str, nn.Parameter], **settings: object) -> torch.optim.Optimizer:
-    kind = ShardedAdamW if any(map(sharding.is_sharded, trained.values())) else torch.optim.AdamW
-    return kind(trained.values(), fused=True, **settings)
+def adamw(trained: Mapping[str, nn.Parameter], **settings: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(trained.values(), fused=True, **settings)
 
 
 def is_matrix(name: str, p: nn.Parameter) -> bool:
@@ -70,41 +48,45 @@ class Muon(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True  # GradScaler and `step_unless` ask for it
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None     # whether to skip the step, as fused optimizers read it
 
     def __init__(
         self, trained: Mapping[str, nn.Parameter], lr: float, matrix_lr: float | None, momentum: float,
-        weight_decay: float, **settings: object,
+        weight_decay: float, **settings: Any,
     ):
         matrices = {name: p for name, p in trained.items() if is_matrix(name, p)}
         rest = {name: p for name, p in trained.items() if name not in matrices}
-        self.adamw = adamw(rest, lr=lr, weight_decay=weight_decay, **settings)
+        self.adamw: Any = adamw(rest, lr=lr, weight_decay=weight_decay, **settings)
         super().__init__([*self.adamw.param_groups, {
             "params": [*matrices.values()], "lr": lr if matrix_lr is None else matrix_lr, "momentum": momentum,
             "weight_decay": weight_decay}], {})
 
     @torch.no_grad()
-    def step(self, closure: object = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure: the gradients are there
         """Takes a step unless the tensor `found_inf` is true; like fused optimizers, it never waits for the device."""
         rest, group = self.param_groups  # loading a checkpoint replaces them, and the state
         self.adamw.param_groups, self.adamw.state = [rest], self.state
-        self.adamw.grad_scale, self.adamw.found_inf = None, getattr(self, "found_inf", None)
+        self.adamw.grad_scale, self.adamw.found_inf = None, self.found_inf
         self.adamw.step()
         by_shape: dict[torch.Size, list[nn.Parameter]] = {}
         for p in group["params"]:
             if p.grad is not None:
                 by_shape.setdefault(p.shape, []).append(p)
         for matrices in by_shape.values():
-            self.step_together(matrices, group, self.adamw.found_inf)
+            self.step_together(matrices, group)
 
-    def step_together(self, matrices: list[nn.Parameter], group: Mapping, found_inf: Tensor | None) -> None:
+    def step_together(self, matrices: list[nn.Parameter], group: Mapping[str, Any]) -> None:
         """Takes Muon's step in matrices of one shape; where `found_inf` is true, nothing changes."""
         for p in matrices:
             if "momentum_buffer" not in self.state[p]:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
-        weights, gradients, momenta = map(sharding.local_tensors, (
-            matrices, [p.grad for p in matrices], [self.state[p]["momentum_buffer"] for p in matrices]))
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        weights = sharding.local_tensors(matrices)
+        gradients = sharding.local_tensors(p.grad for p in matrices if p.grad is not None)
+        momenta = sharding.local_tensors(self.state[p]["momentum_buffer"] for p in matrices)
         device, dtype = weights[0].device, weights[0].dtype
-        skipped = torch.zeros((), dtype=torch.bool, device=device) if found_inf is None else found_inf.bool()
+        skipped = (torch.zeros((), dtype=torch.bool, device=device) if self.found_inf is None else
+                   self.found_inf.bool())
         lr, momentum = group["lr"], group["momentum"]
         # A skipped step moves the momentum toward itself, and so not at all.
         updates = torch.where(skipped, torch.stack(momenta), torch.stack(gradients))
@@ -119,10 +101,10 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_add_(weights, updates.unbind(), alpha=-0.2 * math.sqrt(max(matrices[0].shape)) * lr)
 
 
-OPTIMIZERS = {"adamw": adamw, "muon": Muon}
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": adamw, "muon": Muon}
 
 
-def build_optimizer(trained: Mapping[str, nn.Parameter], name: str, **settings: object) -> torch.optim.Optimizer:
+def build_optimizer(trained: Mapping[str, nn.Parameter], name: str, **settings: Any) -> torch.optim.Optimizer:
     """Builds an optimizer of OPTIMIZERS for named parameters; settings are those of configs/optimizer."""
     return OPTIMIZERS[name](trained, **settings)
 
@@ -133,7 +115,7 @@ def step_unless(skipped: Tensor, optimizer: torch.optim.Optimizer, scaled: bool 
 
     Fused optimizers and Muon read the flag on the device. `scaled` means that a GradScaler sets it.
     """
-    plain = getattr(optimizer, "optimizer", optimizer)  # inside accelerate's wrapper
+    plain: Any = getattr(optimizer, "optimizer", optimizer)  # inside accelerate's wrapper
     assert getattr(plain, "_step_supports_amp_scaling", False), plain
     if not scaled:
         plain.grad_scale, plain.found_inf = None, skipped.float()
@@ -142,7 +124,7 @@ def step_unless(skipped: Tensor, optimizer: torch.optim.Optimizer, scaled: bool 
 
 def update_weights(
     accelerator: Accelerator, optimizer: torch.optim.Optimizer, clip_norm: float | None,
-    replay: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    replay: Callable[[Callable[[], tuple[Tensor, Tensor]], list[Tensor]], tuple[Tensor, Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Takes a step by the gradients, clipped to `clip_norm`, and drops them; returns their norm before clipping.
 
@@ -179,12 +161,12 @@ def load_optimizer(
     trained: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor],
 ) -> None:
     """Restores what `optimizer_tensors` flattened; learning rate and the other settings are kept."""
-    place = {p: i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    index = {p: i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
     state: dict[int, dict[str, Tensor]] = {}
     for key, value in tensors.items():
         name, _, entry = key.rpartition(".")
         p = trained[name]
         if value.ndim and value.shape != p.shape:
             raise ValueError(f"The optimizer's {key} has shape {tuple(value.shape)}, and its weights {tuple(p.shape)}.")
-        state.setdefault(place[p], {})[entry] = sharding.local_shard(value, like=p)
+        state.setdefault(index[p], {})[entry] = sharding.local_shard(value, like=p)
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})

@@ -6,38 +6,39 @@ anything slow starts.
 
 import copy
 import math
-import platform
 import time
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from dit import DiT, DiT_models
+from autoencoder import Autoencoder
+from dit import DiT
 from edm import EDM
 from latents.folder import Latents, open_latents
 from latents.loader import check_batch_size
 from objectives import DiffusionLoss, build_objective, trained_parameters
 from rf import RF
 from runtime import ranks, sharding
-from runtime.command import commit
-from runtime.device import DTYPES, device_name, multiplies_in_tf32
+from runtime.device import DTYPES
 from sampling.options import GRID_CLASSES, empty_classes, labels_of, parse_classes, parse_seeds, unscored_classes
 from scoring.features import load_extractor
 from scoring.image_sets import require_array
 from scoring.score import Evaluator, available_metrics, measure_reference, open_reference
 from training import speed
 from training.optimizers import build_optimizer
-from training.settings import ModelSettings, TrainSettings, describe_unfinished_warmup, sized_like
+from training.run_record import latent_shape, run_record
+from training.settings import SamplesSettings, SizedSettings, TrainSettings, sized_like
 from weights import autoencoders
+from weights import checkpoint as checkpoints
 from weights.averages import names_of
 from weights.loading import find_on_main_rank, latest_checkpoint
-from weights.records import ROUTER_DEFAULTS, build_diffusion, build_network, build_schedule
+from weights.records import build_diffusion, build_network, build_schedule
 
 # ---- a run ----------------------------------------------------------------------------------------------------------
 
@@ -68,14 +69,14 @@ class Sums:
 class Run:
     """A training run: its parts and its progress."""
 
-    cfg: TrainSettings
+    cfg: SizedSettings
     accelerator: Accelerator
     folder: Path
     latents: Latents
-    decode: Callable[[Tensor], Tensor] | None   # latents (B, C, h, w) -> images; None: nothing is sampled
+    decoder: Autoencoder | None    # latents (B, C, h, w) -> images; None: nothing is sampled
     grid: tuple[list[int], list[int]] | None    # seeds and labels of the sample grids; None: no grids
     evaluator: Evaluator | None             # scores the averages; None: nothing is scored
-    record: dict                            # network, diffusion, data and more, for checkpoints
+    record: dict[str, Any]                            # network, diffusion, data and more, for checkpoints
     model: DiT                              # the plain network, which is saved
     averages: dict[str, DiT]                # averages of its weights, by name; the first is ema
     objective: DiffusionLoss                # what is minimised; contains the network
@@ -96,12 +97,6 @@ class Run:
     @property
     def elapsed(self) -> float:
         return self.elapsed_before + time.perf_counter() - self.started
-
-    @property
-    def progress(self) -> dict:
-        """The progress that meta.json records."""
-        return {"step": self.step, "images": self.images, "elapsed_s": self.elapsed, "run_id": self.run_id,
-                "lowest_loss": self.lowest_loss if math.isfinite(self.lowest_loss) else None}
 
     @property
     def ema(self) -> DiT:
@@ -128,6 +123,11 @@ class Run:
             f"routes {self.objective.schedule}; {latents.count:,} latents of {latents.shape} in "
             f"{latents.num_classes} classes; {accelerator.num_processes} × {accelerator.device.type}, "
             f"{cfg.precision}; {cfg.steps} steps of {cfg.batch_size}")
+
+    @property
+    def checkpoint(self) -> Path:
+        """The folder of this step's checkpoint."""
+        return checkpoints.step_folder(self.folder, self.step)
 
     @property
     def grid_path(self) -> Path:
@@ -161,131 +161,80 @@ def open_data(cfg: TrainSettings, accelerator: Accelerator) -> Latents:
     return latents
 
 
-def choose_sizes(cfg: TrainSettings, accelerator: Accelerator, count: int) -> TrainSettings:
+def choose_sizes(cfg: TrainSettings, accelerator: Accelerator, count: int) -> SizedSettings:
     """Chooses a batch size or number of steps that is null by the number of latents, and prints both.
 
-    Raises ValueError for a warmup that is longer than the chosen steps; only prints a line if they were set.
+    Also prints a line for a warmup that is longer than the run.
     """
     parts = accelerator.num_processes * cfg.grad_accum_steps
-    batch_size, steps = cfg.batch_size, cfg.steps
-    if batch_size is None:
-        batch_size = max(parts, min(64, count // 4) // parts * parts)
-    if steps is None:
-        steps = min(100_000, max(5_000, 200 * count // batch_size))
+    batch_size = cfg.batch_size or max(parts, min(64, count // 4) // parts * parts)
+    steps = min(100_000, max(5_000, 200 * count // batch_size)) if cfg.steps is None else cfg.steps
     if (batch_size, steps) != (cfg.batch_size, cfg.steps):
         accelerator.print(f"For {count:,} latents: batch_size={batch_size} steps={steps}. Set either to change it.")
     check_batch_size(batch_size, count, accelerator.num_processes, cfg.grad_accum_steps)
-    sized = cfg.model_copy(update={"batch_size": batch_size, "steps": steps})
-    if unfinished := describe_unfinished_warmup(sized):
-        if cfg.steps is None:
-            raise ValueError(f"{unfinished} Shorten it.")
-        accelerator.print(unfinished)
-    return sized
+    if (warmup := cfg.optimizer.warmup_steps) > steps:
+        accelerator.print(f"optimizer.warmup_steps={warmup} is longer than the run: at steps={steps} the learning rate "
+                          f"ends at {steps / warmup:.0%} of optimizer.lr.")
+    return SizedSettings.model_construct(**dict(cfg) | {"batch_size": batch_size, "steps": steps})
 
 
-def latent_shape(cfg: TrainSettings, latents: Latents) -> tuple[int, int, int]:
-    side = cfg.data.input_size or latents.shape[1]
-    return cfg.data.channels or latents.shape[0], side, side
-
-
-def describe_network(model: ModelSettings, shape: tuple[int, int, int], num_classes: int) -> dict:
-    """Returns the network's keywords, as its checkpoints record them, for latents of `shape` (C, h, w)."""
-    unused = {"name", "backbone_type", *(ROUTER_DEFAULTS if model.selection == "random" else ()),
-              *(() if model.fusion else ("fusion",))}
-    return {
-        **DiT_models[model.backbone_type].keywords, **model.model_dump(exclude=unused, exclude_none=True),
-        "input_size": shape[1], "in_channels": shape[0], "num_classes": num_classes,
-        "routes": [route.model_dump(exclude_defaults=True) for route in model.routes],
-    }
-
-
-def describe_schedule(cfg: TrainSettings) -> dict:
-    """Returns the route schedule, with shares of the run as steps; {} if the routes never change."""
-    def step_of(when: float) -> int:
-        if when >= cfg.steps:
-            raise ValueError(f"route_schedule changes routes at step {when}, but the run ends at steps={cfg.steps}: "
-                             f"give an earlier step, a share of the run such as 0.85, or more steps.")
-        return max(1, int(when * cfg.steps)) if when < 1 else when
-
-    schedule = cfg.route_schedule.model_dump(exclude_defaults=True) if cfg.model.routes else {}
-    if "changes" in schedule:
-        schedule["changes"] = [[step_of(when), routes] for when, routes in schedule["changes"]]
-    return {key: step_of(value) if key in ("dense_before", "dense_after") else value
-            for key, value in schedule.items()}
-
-
-def describe_run(cfg: TrainSettings, latents: Latents, world: int, device: torch.device) -> dict:
-    """Returns what a checkpoint records of its run."""
-    num_classes = cfg.data.num_classes or latents.num_classes
-    network = describe_network(cfg.model, latent_shape(cfg, latents), num_classes)
-    data = {"fingerprint": latents.fingerprint, "autoencoder": cfg.data.autoencoder or latents.autoencoder,
-            "convention": latents.convention.record(), "class_names": latents.class_names,
-            "display_names": latents.display_names,
-            "classes": None if len(latents.classes) == num_classes else latents.classes}
-    begun = {"step": 0, "commit": commit(), "device": device_name(device), "torch": torch.__version__,
-             "tf32": multiplies_in_tf32(device), "python": platform.python_version()}
-    return {
-        "network": network, "diffusion": dict(cfg.diffusion), "data": data,
-        "world": world, "seed": cfg.seed, "batch_size": cfg.batch_size, "optimizer": cfg.optimizer.name,
-        "init_from": cfg.init_from, "parent": None, "null_label": cfg.label_dropout > 0,
-        "config": cfg.model_dump(mode="json"), "history": [begun], "route_schedule": describe_schedule(cfg),
-        "objective": cfg.objective if cfg.objective.get("name") else {},
-    }
-
-
-def open_sampling_and_scoring(
+def open_decoder(
     cfg: TrainSettings, accelerator: Accelerator, latents: Latents, autoencoder: str,
-) -> tuple[Callable | None, tuple[list[int], list[int]] | None, Evaluator | None]:
-    """Loads what grids and scores need: a run's `decode`, `grid` and `evaluator`, each None if nothing needs it.
+) -> Autoencoder | None:
+    """Loads what decodes grids and scored images; None if the run makes none.
 
     Prints a line if these latents cannot be decoded here.
     """
-    if not cfg.evaluate.every and (not cfg.samples.every or autoencoder == autoencoders.NONE):
-        if autoencoder == autoencoders.NONE:
-            accelerator.print("autoencoder=none: these latents cannot be decoded here, so no grids are sampled; "
-                              "sample.py writes latents with latents=true.")
-        return None, None, None
+    if not cfg.evaluate.every and autoencoder == autoencoders.NONE:
+        accelerator.print("autoencoder=none: these latents cannot be decoded here, so no grids are sampled; sample.py "
+                          "writes latents with latents=true.")
+        return None
+    if not cfg.evaluate.every and not cfg.samples.every:
+        return None
     try:
-        decoder = autoencoders.load_decoder(
+        return autoencoders.load_decoder(
             autoencoder, latents.shape, latents.convention, accelerator.device, DTYPES[cfg.decode_precision],
             batch_size=cfg.decode_batch_size, trusted=cfg.data.autoencoder is not None,
         )
     except ValueError as error:
-        raise ValueError(f"data.autoencoder: {error} Or set samples.every=0 evaluate.every=0 to train without "
-                         f"pictures.") from error
-    grid = evaluator = None
-    if cfg.samples.every:
-        seeds = parse_seeds("samples.seeds", cfg.samples.seeds)
-        classes = parse_classes("samples.classes", cfg.samples.classes, latents.num_classes, latents.class_names,
-                                latents.classes[:GRID_CLASSES])
-        grid = seeds, labels_of(seeds, classes)
-    if cfg.evaluate.every:
-        if cfg.evaluate.reference is None:
-            raise ValueError(f"evaluate.every={cfg.evaluate.every} needs evaluate.reference=<an npz, or images>; "
-                             f"docs/evaluation.md explains how to get or make one.")
-        require_array("evaluate.reference", cfg.evaluate.reference)
-        try:
-            extractor = load_extractor(accelerator, cfg.evaluate.features, cfg.evaluate.features_weights,
-                                       cfg.evaluate.sha256)
-        except ValueError as error:
-            raise ValueError(f"{error} Here they are evaluate.features= and evaluate.features_weights=.") from error
-        side = latents.shape[1] * decoder.downsample  # the size of decoded images, to which photographs are scaled
-        reference = open_reference(
-            accelerator, cfg.evaluate.reference, extractor, side, reference_size=cfg.evaluate.reference_size,
-            images_size=[side, side], key="evaluate.reference", autoencoder=cfg.data.autoencoder)
-        metrics = available_metrics(extractor, reference, cfg.evaluate.metrics, cfg.evaluate.num_samples)
-        if few := unscored_classes(cfg.evaluate.num_samples, latents.classes):
-            accelerator.print(f"evaluate.{few}")
-        reference = measure_reference(accelerator, reference, extractor, metrics, cfg.evaluate.batch_size)
-        evaluator = Evaluator(extractor, reference, metrics)
-    return decoder.decode, grid, evaluator
+        raise ValueError(f"{error} Set data.autoencoder= to another, or samples.every=0 evaluate.every=0 to train "
+                         f"without pictures.") from error
 
 
-def initial_network(cfg: TrainSettings, record: dict, device: torch.device) -> DiT:
+def choose_grid(cfg: SamplesSettings, latents: Latents) -> tuple[list[int], list[int]]:
+    """Returns seeds and labels of the sample grids."""
+    seeds = parse_seeds("samples.seeds", cfg.seeds)
+    classes = parse_classes("samples.classes", cfg.classes, latents.num_classes, latents.class_names,
+                            latents.classes[:GRID_CLASSES])
+    return seeds, labels_of(seeds, classes)
+
+
+def open_evaluator(cfg: TrainSettings, accelerator: Accelerator, latents: Latents, side: int) -> Evaluator:
+    """Opens the reference, and measures it on the features; decoded images have this side."""
+    evaluate = cfg.evaluate
+    if evaluate.reference is None:
+        raise ValueError(f"evaluate.every={evaluate.every} needs evaluate.reference=<an npz, or images>; "
+                         f"docs/evaluation.md explains how to get or make one.")
+    require_array("evaluate.reference", evaluate.reference)
+    extractor = load_extractor(accelerator, evaluate.features, evaluate.features_weights, evaluate.sha256)
+    reference = open_reference(
+        accelerator, evaluate.reference, extractor, side, reference_size=evaluate.reference_size,
+        images_size=[side, side], key="evaluate.reference", autoencoder=cfg.data.autoencoder)
+    metrics = available_metrics(extractor, reference, evaluate.metrics, evaluate.num_samples)
+    if few := unscored_classes(evaluate.num_samples, latents.classes):
+        accelerator.print(few)
+    reference = measure_reference(accelerator, reference, extractor, metrics, evaluate.batch_size)
+    return Evaluator(extractor, reference, metrics)
+
+
+def initial_network(cfg: TrainSettings, record: dict[str, Any], device: torch.device) -> DiT:
     """Builds the network, initialised by the seed, and moves it or this rank's shard of it to the device."""
     torch.manual_seed(cfg.seed)
     net = build_network(record["network"])
-    return sharding.shard(net, device, DTYPES[cfg.precision]) if cfg.sharding == "fsdp" else net.to(device)
+    if cfg.sharding == "none":
+        return net.to(device)
+    assert cfg.precision != "fp8"   # the settings were refused
+    return sharding.shard(net, device, DTYPES[cfg.precision])
 
 
 def make_run(cfg: TrainSettings, accelerator: Accelerator) -> Run:
@@ -301,7 +250,7 @@ def make_run(cfg: TrainSettings, accelerator: Accelerator) -> Run:
                          find_on_main_rank(accelerator, cfg.init_from).record.network)
     latents = open_data(cfg, accelerator)
     cfg = choose_sizes(cfg, accelerator, latents.count)
-    record = describe_run(cfg, latents, accelerator.num_processes, accelerator.device)
+    record = run_record(cfg, latents, accelerator.num_processes, accelerator.device)
     model = initial_network(cfg, record, accelerator.device)
     schedule = build_schedule(model, record["route_schedule"], cfg.seed)
     # A sharded network cannot be copied. Averages are not frozen, as autocast caches casts of trainable weights only.
@@ -319,6 +268,9 @@ def make_run(cfg: TrainSettings, accelerator: Accelerator) -> Run:
     optimizer = build_optimizer(trained_parameters(objective), **cfg.optimizer.model_dump(
         exclude={"warmup_steps", "schedule", "clip_norm"}))
     # This comes last, as it may take minutes.
-    sampling = open_sampling_and_scoring(cfg, accelerator, latents, record["data"]["autoencoder"])
-    return Run(cfg, accelerator, Path(cfg.run_dir), latents, *sampling, record, model, averages, objective, optimizer,
-               Sums(accelerator.device, objective.terms))
+    decoder = open_decoder(cfg, accelerator, latents, record["data"]["autoencoder"])
+    grid = choose_grid(cfg.samples, latents) if decoder and cfg.samples.every else None
+    evaluator = (open_evaluator(cfg, accelerator, latents, latents.shape[1] * decoder.downsample)
+                 if decoder and cfg.evaluate.every else None)
+    return Run(cfg, accelerator, Path(cfg.run_dir), latents, decoder, grid, evaluator, record, model, averages,
+               objective, optimizer, Sums(accelerator.device, objective.terms))

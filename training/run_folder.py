@@ -2,13 +2,16 @@
 
 import json
 import math
+import os
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from omegaconf import OmegaConf
+from pydantic import ConfigDict
 from torch import nn
 
 from autoencoder import Convention
@@ -26,16 +29,15 @@ from runtime.schema import (
     as_recorded,
     as_text,
     leaves,
-    read,
     read_record,
     typed,
 )
 from training.optimizers import load_optimizer, optimizer_tensors
 from training.run import Run
-from training.settings import ONLY_AT_START, WITHOUT_EFFECT, CheckpointSettings
+from training.settings import ONLY_AT_START, WITHOUT_EFFECT, CheckpointSettings, EMASettings
 from weights import checkpoint as checkpoints
 from weights.averages import names_of
-from weights.loading import Trained, find_on_main_rank, has_weights, latest_checkpoint, load_trained, other_data
+from weights.loading import Trained, find_on_main_rank, latest_checkpoint, load_trained, other_data
 from weights.records import CheckpointRecord, DataRecord, architecture, diffusion_class, diffusion_keywords
 
 
@@ -50,6 +52,16 @@ class ParentRecord(Record):
     weights_sha256: str
 
 
+class SavedSettings(Record):
+    """The settings that a run had at a save: all of them, of which these have effects when it resumes."""
+
+    model_config = ConfigDict(extra="allow")
+
+    steps: NonNegativeInt
+    ema: EMASettings
+    checkpoint: CheckpointSettings
+
+
 class Meta(CheckpointRecord):
     """What meta.json must hold for a run to resume."""
 
@@ -59,17 +71,15 @@ class Meta(CheckpointRecord):
     run_id: str
     data: TrainedData
     world: Count
-    seed: NonNegativeInt
-    batch_size: Count
-    config: dict
+    config: SavedSettings
     parent: ParentRecord | None
-    scaler: dict | None
+    scaler: dict[str, Any] | None
     init_from: str | None
-    history: NonEmptyList[dict]
+    history: NonEmptyList[dict[str, Any]]
     lowest_loss: Number | None
-    objective: dict
+    objective: dict[str, Any]
     optimizer: str
-    route_schedule: dict
+    route_schedule: dict[str, Any]
     sound: bool                     # whether training went well
     planned: bool                   # whether the run planned to save at this step
 
@@ -94,7 +104,7 @@ def require_no_steps(run: Run) -> None:
                          f"record: restore its checkpoints, set name=<another>, or move the folder away.")
 
 
-def differing(old: object, new: object) -> tuple[object, object]:
+def differing(old: Any, new: Any) -> tuple[Any, Any]:
     """Reduces two dicts to the keys in which they differ; returns other values unchanged."""
     if not (isinstance(old, dict) and isinstance(new, dict)):
         return old, new
@@ -102,31 +112,22 @@ def differing(old: object, new: object) -> tuple[object, object]:
     return {key: old.get(key) for key in keys}, {key: new.get(key) for key in keys}
 
 
-def fixed(settings: dict, kind: type) -> dict:
+def fixed(settings: dict[str, Any], kind: type) -> dict[str, Any]:
     """Returns the settings of a diffusion or an objective without those that its class lets a resumed run change."""
     return {key: value for key, value in settings.items() if key not in getattr(kind, "changeable", ())}
 
 
-def same_start(meta: dict, path: str | None) -> bool:
-    """True if `init_from=path` names the weights that a run began with: the same path, or the same content."""
-    began = meta["init_from"]
-    if path is None or began is None or Path(path).resolve() == Path(began).resolve():
-        return (path is None) == (began is None)
-    return has_weights(path, (meta.get("parent") or {}).get("weights_sha256"))
-
-
-def check_resumable(meta: dict, now: dict, run_dir: Path) -> None:
+def check_resumable(meta: dict[str, Any], now: dict[str, Any], run_dir: Path) -> None:
     """Raises ValueError if a checkpoint's record has another network, diffusion, objective, data set or start."""
-    def facts(record: dict) -> dict:
+    def facts(record: dict[str, Any]) -> dict[str, Any]:
         diffusion, objective = diffusion_keywords(record["diffusion"]), record["objective"]
         return {"network": architecture(record["network"]),
                 "diffusion": fixed(diffusion, diffusion_class(diffusion["name"])),
                 "objective": fixed(objective, class_of(objective.get("name"))),
                 "data set": record["data"]["fingerprint"],
-                "init_from": record["init_from"], "optimizer": record["optimizer"]}
+                "init_from": record["init_from"] and os.path.realpath(record["init_from"]),
+                "optimizer": record["optimizer"]}
 
-    if same_start(meta, now["init_from"]):
-        meta = meta | {"init_from": now["init_from"]}
     was, is_now = facts(meta), facts(now)
     for fact in was:
         old, new = differing(was[fact], is_now[fact])
@@ -134,12 +135,12 @@ def check_resumable(meta: dict, now: dict, run_dir: Path) -> None:
             anew = f" and {typed('init_from', run_dir)}, which continues from its weights" if fact == "data set" else ""
             raise ValueError(f"{run_dir} was trained with another {fact}, so it cannot resume: it has {old}, this "
                              f"command {new}. Start another run with name=<another>{anew}, or give the settings that "
-                             f"it started with{', shard_size= of its data among them' * bool(anew)}.")
+                             f"it started with.")
 
 
-def changed_settings(meta: dict, now: dict) -> dict[str, str]:
+def changed_settings(meta: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
     """Describes by key how settings that tell runs apart have changed since a checkpoint's record was written."""
-    def settings(record: dict) -> dict:
+    def settings(record: dict[str, Any]) -> dict[str, Any]:
         config = {key: value for key, value in leaves(record["config"]).items() if tells_runs_apart(key)
                   and not key.startswith("route_schedule.")}
         length = {"steps": record["config"]["steps"]} if config.get("optimizer.schedule") == "cosine" else {}
@@ -150,7 +151,7 @@ def changed_settings(meta: dict, now: dict) -> dict[str, str]:
             if key in was and was[key] != value}
 
 
-def open_parent(state: Accelerator, path: str, record: dict, new_label_table: bool = False) -> Trained:
+def open_parent(state: Accelerator, path: str, record: dict[str, Any], new_label_table: bool = False) -> Trained:
     """Loads the EMA weights that a run of `record` starts from: another run's, or imported ones.
 
     With `new_label_table` the table of labels is initialised again by the run's seed. Raises ValueError for weights of
@@ -164,11 +165,11 @@ def open_parent(state: Accelerator, path: str, record: dict, new_label_table: bo
         parent.net.y_embedder = LabelEmbedder(network["num_classes"], parent.net.pos_embed.shape[-1])
         nn.init.normal_(parent.net.y_embedder.embedding_table.weight, std=0.02,
                         generator=torch.Generator().manual_seed(record["seed"]))
-    there, here = (architecture(side["network"])
-                   | {f"diffusion.{key}": side["diffusion"].get(key) for key in ("name", "sigma_data")}
-                   for side in (parent.recorded, record))
-    if there != here:
-        old, new = differing(there, here)
+    old, new = (architecture(recorded["network"])
+                | {f"diffusion.{key}": recorded["diffusion"].get(key) for key in ("name", "sigma_data")}
+                for recorded in (parent.recorded, record))
+    if old != new:
+        old, new = differing(old, new)
         remedy = ("new_label_table=true initialises the table of labels again, to fine-tune on other classes."
                   if old.keys() <= {"num_classes", "null_label"} else
                   "DiT's published weights are for sampling: train.py trains under EDM or flow matching, not DDPM."
@@ -181,16 +182,16 @@ def open_parent(state: Accelerator, path: str, record: dict, new_label_table: bo
 # ---- resuming and saving --------------------------------------------------------------------------------------------
 
 
-def resume(run: Run) -> tuple[Path, dict] | None:
+def resume(run: Run) -> Meta | None:
     """Restores a run's latest checkpoint, or else loads the weights that the run starts from.
 
-    Returns the checkpoint's folder and what its meta.json holds. Raises ValueError if the run cannot resume.
+    Returns what the checkpoint's meta.json holds. Raises ValueError if the run cannot resume.
     """
     run.run_id = f"{run.folder.name}-{time.time_ns():x}"
-    latest = ranks.from_main(run.accelerator, partial(latest_checkpoint, run.folder))
+    latest, meta = ranks.from_main(run.accelerator, partial(latest_checkpoint, run.folder)), None
     if latest is not None:
         ranks.require_shared(run.accelerator, latest[0])
-        restore(run, *latest)
+        meta = restore(run, *latest)
     else:
         ranks.from_main(run.accelerator, partial(require_no_steps, run))
         begin(run)
@@ -199,7 +200,7 @@ def resume(run: Run) -> tuple[Path, dict] | None:
     for scale in run.cfg.evaluate.guidance_scales if run.evaluator else ():
         if scale is not None:
             Guidance(scale).check(run.ema)  # fails now rather than after the first steps
-    return latest
+    return meta
 
 
 def begin(run: Run) -> None:
@@ -216,36 +217,19 @@ def begin(run: Run) -> None:
             sharding.copy_into(net.state_dict(), parent.net.state_dict())
 
 
-def restore(run: Run, folder: Path, content: dict) -> None:
+def restore(run: Run, folder: Path, content: dict[str, Any]) -> Meta:
     """Loads a checkpoint into a run, given its folder and its meta.json; raises ValueError if it does not fit."""
-    cfg, accelerator = run.cfg, run.accelerator
     meta = read_record(Meta, folder / "meta.json", "It does not describe a checkpoint of a run; move it away.", content)
-    run.record["parent"] = meta.parent and meta.parent.model_dump()
     with as_recorded(folder / "meta.json"):
         check_resumable(meta.model_dump(), run.record, run.folder)
-        changes = changed_settings(meta.model_dump(), run.record)
-    if meta.step > cfg.steps:
-        raise ValueError(f"{run.folder} has taken {meta.step} steps already, more than steps={cfg.steps}: raise "
-                         f"steps, or start another run with name=<another>.")
-    others = [text for key, text in changes.items() if key not in ("world", "steps")]
-    if meta.step == cfg.steps and others:
-        raise ValueError(f"{run.folder} has finished its {meta.step} steps with other settings: {'; '.join(others)}. "
-                         f"Train with these under another name=<name> or run_dir=<folder>, or continue that run with "
-                         f"a larger steps=.")
-    now = run.record["history"][-1] | {"step": meta.step}  # a new entry only if one of these or a setting has changed
-    if changed := {key: text for key, text in changes.items() if key not in ONLY_AT_START and meta.step < cfg.steps}:
-        now["changed"] = changed
-    for change in changed.values():
-        accelerator.print(f"Resuming with a change: {change}. From here on the run differs from one without the "
-                          "change.")
-    unchanged = meta.history[-1] | {"step": meta.step} == now
-    run.record["history"] = meta.history if unchanged else [*meta.history, now]
-    run.record["null_label"] = meta.null_label or (run.record["null_label"] and meta.step < cfg.steps)
-    run.step, run.images, run.elapsed_before = meta.step, meta.images, meta.elapsed_s
+        note_changes(run, meta)
+    run.record["parent"] = meta.parent and meta.parent.model_dump()
+    run.record["null_label"] = meta.null_label or (run.record["null_label"] and meta.step < run.cfg.steps)
+    run.step = run.saved = meta.step
+    run.images, run.elapsed_before = meta.images, meta.elapsed_s
+    run.lowest_loss = math.inf if meta.lowest_loss is None else meta.lowest_loss
     if meta.run_id.rpartition("-")[0] == run.folder.name:  # else it is a copy, and wandb would drop its rows as known
         run.run_id = meta.run_id
-    run.saved = run.step
-    run.lowest_loss = math.inf if meta.lowest_loss is None else meta.lowest_loss
     sharding.copy_into(run.model.state_dict(), checkpoints.load(folder, "model"))
     for name, file in stored_averages(meta, run).items():
         sharding.copy_into(run.averages[name].state_dict(), checkpoints.load(folder, file))
@@ -255,14 +239,38 @@ def restore(run: Run, folder: Path, content: dict) -> None:
         state = own_state(run.objective)
         sharding.copy_into(state, {name: training.pop(name) for name in state})
         load_optimizer(trained_parameters(run.objective), run.optimizer, training)
-    if accelerator.scaler is not None and meta.scaler is not None:
-        accelerator.scaler.load_state_dict(meta.scaler)
+    if run.accelerator.scaler is not None and meta.scaler is not None:
+        run.accelerator.scaler.load_state_dict(meta.scaler)
+    return meta
+
+
+def note_changes(run: Run, meta: Meta) -> None:
+    """Prints and records how settings, code or device have changed since a checkpoint.
+
+    Raises ValueError for fewer steps than the run has taken, and for other settings of a finished run.
+    """
+    steps, changes = run.cfg.steps, changed_settings(meta.model_dump(), run.record)
+    if meta.step > steps:
+        raise ValueError(f"{run.folder} has taken {meta.step} steps already, more than steps={steps}: raise "
+                         f"steps, or start another run with name=<another>.")
+    others = [text for key, text in changes.items() if key not in ("world", "steps")]
+    if meta.step == steps and others:
+        raise ValueError(f"{run.folder} has finished its {meta.step} steps with other settings: {'; '.join(others)}. "
+                         f"Train with these under another name=<name> or run_dir=<folder>, or continue that run with "
+                         f"a larger steps=.")
+    now = run.record["history"][-1] | {"step": meta.step}  # a new entry only if one of these or a setting has changed
+    if changed := {key: text for key, text in changes.items() if key not in ONLY_AT_START and meta.step < steps}:
+        now["changed"] = changed
+    for change in changed.values():
+        run.accelerator.print(f"Resuming with a change: {change}. From here on the run differs from one without the "
+                              f"change.")
+    unchanged = meta.history[-1] | {"step": meta.step} == now
+    run.record["history"] = meta.history if unchanged else [*meta.history, now]
 
 
 def stored_averages(meta: Meta, run: Run) -> dict[str, str]:
     """Returns the file of a checkpoint from which each average resumes; one of a new decay begins with the weights."""
-    with as_recorded(run.folder / "checkpoints"):
-        was = {decay: name for name, decay in names_of(meta.config["ema"]["decay"]).items()}
+    was = {decay: name for name, decay in names_of(meta.config.ema.decay).items()}
     now, sources = names_of(run.cfg.ema.decay), {}
     continues = "ema" in map(was.get, now.values())  # else the first average continues under its new decay
     for name, decay in now.items():
@@ -280,16 +288,18 @@ def save(run: Run) -> None:
     run.saved = run.step
     total = run.sums.over_ranks(accelerator)
     sums = torch.tensor([total[name] for name in run.sums.names], dtype=torch.float64)
-    training = optimizer_tensors(trained_parameters(run.objective), run.optimizer.optimizer) | own_state(run.objective)
+    training = optimizer_tensors(trained_parameters(run.objective), run.optimizer) | own_state(run.objective)
     training["sums"] = sums
-    meta = {**run.progress, "scaler": accelerator.scaler and accelerator.scaler.state_dict(),
+    meta = {"step": run.step, "images": run.images, "elapsed_s": run.elapsed, "run_id": run.run_id,
+            "lowest_loss": run.lowest_loss if math.isfinite(run.lowest_loss) else None,
+            "scaler": accelerator.scaler and accelerator.scaler.state_dict(),
             "sound": not run.is_diverging(total), "planned": run.step % cfg.checkpoint.every == 0,
             **run.record, "torch": torch.__version__}
     tensors = {**{name: net.state_dict() for name, net in run.averages.items()},
                "model": run.model.state_dict(), "training": training}
     with sharding.gathering(tensors.values(), keep=accelerator.is_main_process) as complete:
         if accelerator.is_main_process:
-            checkpoints.save(checkpoints.step_folder(run.folder, run.step), tensors, meta, complete)
+            checkpoints.save(run.checkpoint, tensors, meta, complete)
             checkpoints.prune(run.folder, run.step, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every)
 
 
@@ -318,20 +328,16 @@ def lock_run(run: Run) -> None:
                                       f"name=<another> for a second run.")
 
 
-def prepare_folder(run: Run, resumed: tuple[Path, dict] | None) -> None:
+def prepare_folder(run: Run, meta: Meta | None) -> None:
     """Creates a run's folder, checks that a checkpoint fits its disk, and removes what killed writes have left."""
-    for name in ("checkpoints", "samples"):  # fails now rather than at the first save
-        (run.folder / name).mkdir(parents=True, exist_ok=True)
-    for pattern in (".config.yaml.*.tmp", ".metrics.jsonl.*.tmp", ".results.jsonl.*.tmp", "samples/.step-*.tmp"):
-        for unfinished in run.folder.glob(pattern):
-            files.remove(unfinished)
+    for folder in (run.folder / "checkpoints", run.folder / "samples"):  # fails now rather than at the first save
+        folder.mkdir(parents=True, exist_ok=True)
+    for folder in (run.folder, run.folder / "samples"):
+        files.remove_leftovers(folder)
     # A kill may have come between the last save and its pruning, which obeys the settings of that save.
-    saved = resumed[1].get("config", {}) if resumed else {}
-    with as_recorded(run.folder / "checkpoints"):
-        kept = run.cfg.checkpoint.model_dump() | saved.get("checkpoint", {})
-        read(CheckpointSettings, kept, f"{run.folder / 'checkpoints'}: checkpoint.")
-    checkpoints.prune(run.folder, run.step, kept["keep_last"], kept["keep_every"])
-    if resumed is None:  # a run that starts over scores its untrained network again
+    kept = meta.config.checkpoint if meta else run.cfg.checkpoint
+    checkpoints.prune(run.folder, run.step, kept.keep_last, kept.keep_every)
+    if meta is None:  # a run that starts over scores its untrained network again
         discard_after(run.folder, -1)
         write_settings(run)
     if run.step < run.cfg.steps:
@@ -368,7 +374,7 @@ def discard_after(run_dir: Path, step: int) -> None:
             picture.unlink()
 
 
-def training_step(row: dict) -> int:
+def training_step(row: dict[str, Any]) -> int:
     """Returns training's step in a row of metrics or scores; -1 for a row of fid.py or of another program."""
     source = row.get("source", row | {"in_training": True})
     step = source.get("step") if isinstance(source, dict) and source.get("in_training") else None

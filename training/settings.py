@@ -1,17 +1,16 @@
 """The settings of configs/config.yaml and its groups, with their types and ranges."""
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from dit import DiT_models, Init
 from objectives import class_of
-from routing_module import Router
-from runtime.device import DTYPES, multiplies_bf16
+from routing_module import Selection as TokenSelection
+from runtime.device import DType, multiplies_bf16
 from runtime.schema import (
     Classes,
     Count,
@@ -28,15 +27,20 @@ from runtime.schema import (
     Steps,
     Text,
     as_text,
-    one_of,
     read,
     refuse,
 )
 from scoring import results
 from scoring.features import Features
-from training import speed
+from training.cuda_graphs import Compile
+from training.speed import Precision
 from weights.averages import WeightsName, names_of
-from weights.records import RouteSettings, ScheduleSettings, keywords, settings_of
+from weights.records import ScheduleSettings, settings_of
+
+if TYPE_CHECKING:   # a type that is made of Route's keywords is none to a type checker
+    from weights.records import Keywords as RouteSettings
+else:
+    from weights.records import RouteSettings
 
 
 def size_of(backbone_type: str) -> str:
@@ -66,13 +70,25 @@ def cpu_precision() -> str:
 # In a YAML: ${size_of:${model.backbone_type}}, ${for_depth:{12:4,28:10}}, ${cpu_precision:}
 for resolver in (size_of, for_depth, cpu_precision):
     OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
+
+
+def known(backbone_type: str) -> str:
+    """Returns a name of DiT_models; raises ValueError for another."""
+    if backbone_type not in DiT_models:
+        raise ValueError(f"backbone_type={backbone_type}: it should be one of {', '.join(DiT_models)}.")
+    return backbone_type
+
+
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
-class ModelSettings(keywords(Router)):
+class ModelSettings(Settings):
     name: Text
-    backbone_type: one_of(DiT_models)
+    backbone_type: Annotated[str, AfterValidator(known)]
     init: Init
+    selection: TokenSelection
+    l1_reg: Number
+    inverse: bool
     qk_norm: bool
     routes: list[RouteSettings]
     fusion: bool
@@ -88,24 +104,26 @@ class DataSettings(Settings):
     channels: Size | None
     input_size: Size | None
     num_classes: Classes | None
-    on_device: bool
     verify: bool
     autoencoder: Location | None
     grid_classes: Selection | None
 
 
-class AdamWSettings(Settings):
-    name: Literal["adamw"]
+class OptimizerSettings(Settings):
     lr: NotNegative
     betas: Annotated[tuple[Decay, Decay], Field(strict=False)]
     eps: Annotated[float, Field(ge=1e-20, le=1)]  # at 0 a gradient of 0 makes NaN
     weight_decay: NotNegative
     warmup_steps: NonNegativeInt
-    schedule: one_of(["constant", "cosine"])
+    schedule: Literal["constant", "cosine"]
     clip_norm: Positive | None
 
 
-class MuonSettings(AdamWSettings):
+class AdamWSettings(OptimizerSettings):
+    name: Literal["adamw"]
+
+
+class MuonSettings(OptimizerSettings):
     name: Literal["muon"]
     matrix_lr: Positive | None = None
     momentum: Decay = 0.95
@@ -118,7 +136,7 @@ class EMASettings(Settings):
 
 class LogSettings(Settings):
     every: Count
-    trackers: list[one_of(["tensorboard", "wandb"])]
+    trackers: list[Literal["tensorboard", "wandb"]]
 
 
 class CheckpointSettings(Settings):
@@ -157,8 +175,7 @@ class EvaluateSettings(Settings):
 WITHOUT_EFFECT = {
     "name", "run_dir", "log", "checkpoint", "samples", "evaluate", "decode_precision", "decode_batch_size",
     "max_skipped_in_row", "activation_checkpointing", "init_from", "steps", "compile", "cpu", "data.name", "data.path",
-    "data.channels", "data.input_size", "data.num_classes", "data.on_device", "data.autoencoder", "data.grid_classes",
-    "data.verify",
+    "data.channels", "data.input_size", "data.num_classes", "data.autoencoder", "data.grid_classes", "data.verify",
 }
 ONLY_AT_START = {"model.name", "model.init", "new_label_table"}  # a resumed run does not read them
 # What a run takes from the weights of init_from= unless it is typed: `check_settings` leaves what is as fields_set.
@@ -177,18 +194,18 @@ class TrainSettings(Settings):
     grad_accum_steps: Count
     label_dropout: Fraction
     max_skipped_in_row: Count
-    precision: one_of(speed.PRECISIONS)
-    decode_precision: one_of(DTYPES)
+    precision: Precision
+    decode_precision: DType
     decode_batch_size: Count | None
     tf32: bool
-    sharding: one_of(["none", "fsdp"])
-    compile: bool | one_of(speed.COMPILE_MODES)
+    sharding: Literal["none", "fsdp"]
+    compile: Compile
     activation_checkpointing: bool
     cpu: bool
     model: ModelSettings
     data: DataSettings
-    diffusion: dict
-    objective: dict
+    diffusion: dict[str, Any]
+    objective: dict[str, Any]
     route_schedule: ScheduleSettings
     optimizer: Annotated[AdamWSettings | MuonSettings, Field(discriminator="name")]
     ema: EMASettings
@@ -198,17 +215,21 @@ class TrainSettings(Settings):
     evaluate: EvaluateSettings
 
 
+class SizedSettings(TrainSettings):
+    """Settings of a run whose length and batch are chosen."""
+
+    steps: NonNegativeInt
+    batch_size: Count
+
+
 def check_settings(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> TrainSettings:
     """Returns the settings; raises ValueError for some that do not go together, or that would change nothing."""
-    check_run_dir(cfg)
-    check_pairs(cfg, cli_overrides)
+    check_pairs(cfg)
     check_chosen(cfg, cli_overrides)
     check_effect(cfg, cli_overrides)
     check_objective(cfg.objective)
     check_averages(cfg)
     check_scales(cfg)
-    if "optimizer.warmup_steps" in cli_overrides and (unfinished := describe_unfinished_warmup(cfg)):
-        raise ValueError(f"{unfinished} Shorten it.")
     sized = {"size", "model.backbone_type"} & cli_overrides.keys()
     return cfg.model_copy(update={name: group.model_construct(
         {key for key in SIZES[name] if f"{name}.{key}" in cli_overrides or sized and name == "model"}, **dict(group))
@@ -218,55 +239,39 @@ def check_settings(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> Trai
 def sized_like(cfg: TrainSettings, network: Mapping[str, object]) -> TrainSettings:
     """Takes the sizes that are not typed from a network's record; the shape of latents is then that of their folder."""
     model = {key: network[key] for key in SIZES["model"] if key not in cfg.model.model_fields_set}
-    data = {key: None for key in SIZES["data"] if key not in cfg.data.model_fields_set}
+    data: dict[str, object] = {key: None for key in SIZES["data"] if key not in cfg.data.model_fields_set}
     if "num_classes" in data and not cfg.new_label_table:
         data["num_classes"] = network["num_classes"]
     return cfg.model_copy(update={"model": cfg.model.model_copy(update=model),
                                   "data": cfg.data.model_copy(update=data)})
 
 
-def describe_unfinished_warmup(cfg: TrainSettings) -> str | None:
-    """Describes a warmup that is longer than the run; None for a shorter one, and where steps are not chosen yet."""
-    warmup, steps = cfg.optimizer.warmup_steps, cfg.steps
-    if steps is None or warmup <= steps:
-        return None
-    return (f"optimizer.warmup_steps={warmup} is longer than the run: at steps={steps} the learning rate ends at "
-            f"{steps / warmup:.0%} of optimizer.lr.")
-
-
-def check_pairs(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> None:
-    """Raises ValueError for two settings that are not supported together, or where one replaces the other."""
+def check_pairs(cfg: TrainSettings) -> None:
+    """Raises ValueError for two settings that are not supported together."""
     muon, fsdp = (cfg.optimizer.name == "muon", "optimizer=muon"), (cfg.sharding == "fsdp", "sharding=fsdp")
     fp8, fp16 = (cfg.precision == "fp8", "precision=fp8"), (cfg.precision == "fp16", "precision=fp16")
-    graphs = cfg.compile in speed.CUDA_GRAPHS, f"compile={as_text(cfg.compile)}"
-    preset, routes = ((cli_overrides.get(key, "null") not in ("null", "none"), f"{key}={cli_overrides.get(key)}")
-                      for key in ("routes", "model.routes"))
-    model = "sprint" if cfg.model.fusion else cli_overrides.get("model", "tread")
-    network = model != "tread", f"model={model}"
+    graphs = cfg.compile == "reduce-overhead", "compile=reduce-overhead"
     # CUDA graphs need weights at fixed addresses, and FSDP gathers them in each pass.
-    for (one_is_set, one), (other_is_set, other) in (
-        (muon, fp8), (fsdp, fp8), (fsdp, fp16), (fsdp, graphs), (preset, routes), (preset, network),
-    ):
-        if one_is_set and other_is_set:
-            raise ValueError(f"{one} and {other} do not go together: leave one out.")
+    for (is_set, setting), (other_is_set, other) in ((muon, fp8), (fsdp, fp8), (fsdp, fp16), (fsdp, graphs)):
+        if is_set and other_is_set:
+            raise ValueError(f"{setting} and {other} do not go together: leave one out.")
 
 
 def check_chosen(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> None:
     """Raises ValueError where an experiment's keys would change a network that is typed with it, or its run's name."""
-    typed = {key: value for key, value in cli_overrides.items() if key in ("model", "routes")}
-    if typed.get("model") == "dit" and cfg.model.routes and not any("routes" in key for key in cli_overrides):
+    model = cli_overrides.get("model")
+    if model == "dit" and cfg.model.routes and not any("routes" in key for key in cli_overrides):
         raise ValueError("model=dit would train on a route, as the experiment sets model.routes: write model.routes=[] "
                          "as well.")
     is_named = (f"-{cfg.model.name}" in f"-{cfg.name}" or cfg.name.endswith(cfg.model.name)  # and not b2_tread_v1
                 or {"name", "run_dir"} & cli_overrides.keys())
-    if typed and "experiment" in cli_overrides and not is_named:
-        changed = " ".join(f"{key}={value}" for key, value in typed.items())
-        raise ValueError(f"name={cfg.name} is the experiment's name for its own network: beside {changed} give "
+    if model and "experiment" in cli_overrides and not is_named:
+        raise ValueError(f"name={cfg.name} is the experiment's name for its own network: beside model={model} give "
                          f"name=<another>.")
 
 
 def check_effect(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> None:
-    """Raises ValueError for typed settings that have no effect because of others; a preset may have some."""
+    """Raises ValueError for typed settings that have no effect because of others; an experiment may have some."""
     model = cfg.model
     for is_read, names, why in (
         (size_of(model.backbone_type) == cli_overrides.get("size"), ["size"],
@@ -281,17 +286,15 @@ def check_effect(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> None:
             refuse(cli_overrides, *names, why=why)
 
 
-def check_objective(objective: dict) -> None:
+def check_objective(objective: dict[str, Any]) -> None:
     """Raises ValueError for an objective without a file, and for a keyword that it lacks or of another type."""
     kind = class_of(objective.get("name"))
     read(settings_of(kind, name=(str | None, None)), objective, f"objective={objective.get('name')}: ")
 
 
 def check_averages(cfg: TrainSettings) -> None:
-    """Raises ValueError for an average that is named twice, and for names of averages that the run does not track."""
+    """Raises ValueError for names of averages that the run does not track."""
     tracked = names_of(cfg.ema.decay)
-    if isinstance(cfg.ema.decay, list) and len({*cfg.ema.decay}) < len(cfg.ema.decay):
-        raise ValueError(f"ema.decay={as_text(cfg.ema.decay)} names an average twice: leave one out.")
     for key, names in (("samples.weights", [cfg.samples.weights]), ("evaluate.weights", cfg.evaluate.weights)):
         if untracked := [name for name in names if name not in tracked]:
             raise ValueError(f"{key} names {untracked[0]}, but this run tracks {', '.join(tracked)}: choose one of "
@@ -304,22 +307,3 @@ def check_scales(cfg: TrainSettings) -> None:
     if cfg.evaluate.every and guided and not cfg.label_dropout:
         raise ValueError(f"evaluate.guidance_scales={as_text(cfg.evaluate.guidance_scales)} guides by the null label, "
                          f"which label_dropout=0 does not train: set label_dropout=0.1, or leave the scale out.")
-
-
-def check_run_dir(cfg: TrainSettings) -> None:
-    """Raises ValueError for a run's folder that is, or lies in, a folder with another purpose."""
-    run_dir, data = Path(cfg.run_dir).resolve(), cfg.data.path and Path(cfg.data.path).resolve()
-    is_of_runs = any(run_dir.glob("*/checkpoints")) and not (run_dir / "checkpoints").is_dir()
-    conflicts = []
-    if run_dir in (Path.cwd(), *Path.cwd().parents):
-        conflicts.append("is the current folder or one around it")
-    if run_dir == Path("runs").resolve() or is_of_runs:
-        conflicts.append("is the folder of all runs, not of one")
-    for folder in (run_dir, *run_dir.parents):
-        if folder == data or any(folder.glob("latents-*.npy")):
-            conflicts.append(f"lies in the data folder {folder}")
-        if folder != run_dir and (folder / "checkpoints").is_dir() and (folder / "metrics.jsonl").is_file():
-            conflicts.append(f"lies in the run {folder}")
-    if conflicts:
-        raise ValueError(f"run_dir={cfg.run_dir} {conflicts[0]}: give another folder, such as runs/first, or another "
-                         f"name=.")

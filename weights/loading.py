@@ -3,7 +3,6 @@
 `find_checkpoint` finds the file and reads the record beside it, once; `load_trained` builds the network from them.
 """
 
-import contextlib
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -176,12 +175,3 @@ def load_trained(
         Convention.read(data.convention.model_dump()), data.class_names, data.display_names or data.class_names,
         data.classes or list(range(net.num_classes)), record.step, checkpoint.file.stem,
         {"network": record.network, "diffusion": record.diffusion})
-
-
-def has_weights(path: str | Path, sha256: str | None) -> bool:
-    """True if the weights at a path, or in an older checkpoint of a run there, have this SHA-256."""
-    for place in (path, *reversed(checkpoints.all_steps(Path(path)))):
-        with contextlib.suppress(OSError, ValueError):  # no weights there
-            if find_checkpoint(place).sha256 == sha256:
-                return True
-    return False

@@ -1,23 +1,20 @@
 """What holds for every block that the frame can be filled with: exact routes, positions that follow them, training."""
 
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT
+from own_extensions import installed
 from test_published_parity import assert_equal, published, wave
-from training_runs import command
 
+import extensions
 from blocks import BLOCKS, mamba, rwkv
 from blocks.transformer import attend, rotary_angles, rotate
 from dit import DiT, DiT_models, infer_architecture, multiply_adds
 from rf import RF
 from routing_module import Route, Router, resolve_routes
 from training import speed
-from weights.loading import load_trained
 from weights.records import build_network
 
 every_block = pytest.mark.parametrize("block", [*BLOCKS, "parallel"])
@@ -26,12 +23,11 @@ RECORD = dict(input_size=8, patch_size=2, in_channels=4, hidden_size=32, depth=3
 
 
 @pytest.fixture(scope="module", autouse=True)
-def parallel():
-    """The block of examples/custom_block.py, which has neither a mark nor an mlp_ratio to read."""
-    from examples import custom_block
-
-    BLOCKS["parallel"] = custom_block.ParallelBlock
-    yield
+def parallel(tmp_path_factory):
+    """The block of CONTRIBUTING.md, which has neither a mark nor an mlp_ratio to read."""
+    with installed(tmp_path_factory.mktemp("page")):
+        BLOCKS["parallel"] = extensions.find("blocks", "parallel")
+        yield
     del BLOCKS["parallel"]
 
 
@@ -103,17 +99,6 @@ def test_gradients_reach_every_parameter_and_are_those_of_recomputed_activations
         assert all((parameter.grad != 0).any() and parameter.grad.isfinite().all() for parameter in net.parameters())
         gradients.append([parameter.grad for parameter in net.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
-
-
-def test_the_example_of_a_custom_block_trains_by_its_command(shapes, tmp_path):
-    settings = command(tmp_path / "run", shapes, "steps=2", "model.backbone_type=Parallel-S/2")[1:]
-    # Not forked, as it is known before train.py is.
-    ended = subprocess.run([sys.executable, "examples/custom_block.py", *settings], cwd=ROOT, capture_output=True,
-                           text=True)
-    assert ended.returncode == 0, ended.stderr
-    trained = load_trained(tmp_path / "run")
-    assert type(trained.net.blocks[0]).__name__ == "ParallelBlock" and trained.step == 2
-    assert len(trained.net.routes) == 1 and all(p.isfinite().all() for p in trained.net.parameters())
 
 
 @pytest.mark.parametrize("block", [*BLOCKS])

@@ -1,14 +1,11 @@
 """Objectives: alignment, the losses of CONTRIBUTING.md, hidden states, and what is trained, saved and logged."""
 
-import re
-
 import pytest
 import torch
-from conftest import ROOT
+from own_extensions import installed
 from test_published_parity import published
 from training_runs import assert_resumes, end_of, rows, train_here, trained
 
-import objectives
 from dit import DiT
 from edm import EDM
 from objectives import DiffusionLoss, build_objective, class_of, own_state, trained_parameters
@@ -121,16 +118,8 @@ def test_a_run_whose_loss_falls_below_zero_is_sound_logs_its_term_and_saves_a_pl
 
 @pytest.fixture(scope="module", autouse=True)
 def page(tmp_path_factory):
-    """The losses of the page as files of objectives/."""
-    folder = tmp_path_factory.mktemp("objectives")
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    for name, start in {"probe": "A linear probe", "huber": "Huber's loss"}.items():
-        [code] = re.findall(rf"```python\n(\"\"\"{start}.*?)```", text, re.DOTALL)
-        assert len([line for line in code.splitlines() if line]) <= 25
-        (folder / f"{name}.py").write_text(code)
-    objectives.__path__.append(str(folder))
-    yield
-    objectives.__path__.remove(str(folder))
+    with installed(tmp_path_factory.mktemp("page")):
+        yield
 
 
 def test_the_pages_loss_trains_is_logged_and_resumes_bit_for_bit(shapes, tmp_path):

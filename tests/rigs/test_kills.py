@@ -33,7 +33,7 @@ from forked import Changes, Command, Ended, Life, killing
 from latents import writer
 from runtime import files
 from runtime.command import commit
-from training.speed import is_complete
+from runtime.libraries import is_complete
 from weights import checkpoint as checkpoints
 
 pytestmark = [pytest.mark.rig, pytest.mark.timeout(0)]

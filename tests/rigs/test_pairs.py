@@ -118,11 +118,10 @@ def assert_close(one: Path, other: Path, typed: list[str]) -> None:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """The folder of tests/world.py, with latents that are moments, a fused network, programs, statistics and words."""
+    """The folder of tests/world.py, with latents that are moments, a fused network, programs and statistics."""
     def make() -> None:
         world.make(folder)
         save_vae(folder / "vae", levels=1)
-        (folder / "words.txt").write_text("ant Ant\nbee Bee\n")
         world.run(folder, "prepare_latents", ["source=shapes", "shapes.count=12", "out=moments", "autoencoder=vae",
                                               "mirror=true", "teacher=python:own_code.quarters", "patch_size=4"])
         world.run(folder, "train", ["run_dir=fused", "model=sprint", "diffusion=rf"])

@@ -4,14 +4,13 @@ import itertools
 import os
 import shutil
 import signal
-import threading
 
 import pytest
 from conftest import PATIENCE
 from filelock import FileLock
 from forked import Changes, Life, killing
 
-from runtime.files import append_row, atomic_write, lock_folder, locked, read_rows, remove_leftovers, write_text
+from runtime.files import append_row, atomic_write, lock_folder, read_rows, remove_leftovers, write_text
 from training.run_folder import discard_after
 
 
@@ -110,18 +109,6 @@ def test_no_writer_of_rows_loses_the_row_of_another(tmp_path):
     assert [life.wait(PATIENCE).code for life in lives] == [0, 0]
     rows = sorted((row["tag"], row["i"]) for row in read_rows(path))
     assert rows == [*itertools.product(range(2), range(100))]
-
-
-def test_a_thread_enters_its_own_lock_again_and_another_waits(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    with locked(path):
-        append_row(path, {"a": 1})
-        other = threading.Thread(target=append_row, args=(path, {"a": 2}))
-        other.start()
-        other.join(0.2)
-        assert read_rows(path) == [{"a": 1}]
-    other.join(PATIENCE)
-    assert read_rows(path) == [{"a": 1}, {"a": 2}]
 
 
 @pytest.mark.parametrize("change", [

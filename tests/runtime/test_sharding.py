@@ -6,7 +6,6 @@ import re
 import warnings
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -92,10 +91,9 @@ def echo_what_is_loaded(rank: int) -> None:
     def resume_and_echo(run):
         resumed, folder = resume(run), run.folder
         if resumed is not None:
-            run.optimizer = SimpleNamespace(optimizer=run.optimizer)  # as accelerate wraps it later
             run.folder, run.saved = folder / f"echo-{run.accelerator.num_processes}-{run.cfg.sharding}", None
             train.save(run)
-            run.folder, run.optimizer = folder, run.optimizer.optimizer
+            run.folder = folder
         return resumed
 
     train.resume = resume_and_echo

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import command_of, run_command
+from conftest import run_command
 from test_command import words_of
 from test_labels import numbered, put, put_tar, shard
 from test_prepare_latents import script as preparing
@@ -17,13 +17,14 @@ from training_runs import command as training_command
 
 import sample
 import train
-from latents.forms import describe_formats
 from latents.images import open_source
 from runtime.command import by_key, compose
 from runtime.schema import for_shell, typed
 from sample import SampleSettings
 
-NAMES = ["a b", "a[1]", "größe", "-x", "it's", "$HOME", 'a"b', "a,b", "1_1", "null", "x!", "back\\", "{a}", "#1", "~x"]
+NAMES = ["a b", "a[1]", "größe", "-x", "it's", "$HOME", 'a"b', "a,b", "1_1", "null", "x!", "back\\", "{a}", "#1", "~x",
+         # reports: hydra-ecosystem/hydra#1843, #2891, #962 and #2705, NVIDIA/cloudai#557, IDEA-Research/detrex#309
+         "a|b", "李明", "pattern_%r.bin@x", "#", "mlx5_0:1,mlx5_3:1", "2023-09-16"]
 FOLDERS = ["a b", "a[1]", "größe", "-x"]
 
 
@@ -100,9 +101,9 @@ def test_the_lines_of_errors_about_a_source_are_typed(name, tmp_path, monkeypatc
     for split in ("train", "val"):
         put_tar(Path(name) / f"{split}-0.tar", files)
         put(Path("hub") / name, {f"{split}-0.parquet": shard(0, 1)})
-    for source, counts in ((name, [2, 2, 4]), (f"hub/{name}", [2, 2, 4])):
+    for source in (name, f"hub/{name}"):
         choices = offered(lambda source=source: open_source(source), "source")
-        assert [len(open_source(choice["source"])) for choice in choices] == counts
+        assert [len(open_source(choice["source"])) for choice in choices] == [2, 2]
     put(Path("flat") / name, numbered("0.png", "1.png") | {"my labels.csv": "file_name,label\n0.png,a\n1.png,b\n"})
     [choice, _] = offered(lambda: open_source(f"flat/{name}"), "labels")
     assert open_source(f"flat/{name}", choice["labels"]).class_names == ["a", "b"]
@@ -112,9 +113,6 @@ def test_the_lines_of_errors_about_a_source_are_typed(name, tmp_path, monkeypatc
     assert len(open_source(choice["source"])) == 2
     [choice] = offered(lambda: open_source(f"{glob.escape(f'{tmp_path}/mixed/{name}')}/*"), "source")
     assert Path(choice["source"]).samefile(Path("mixed") / name)
-    put(Path("folder") / name, {"metadata.json": "{}"})
-    [word] = shlex.split(describe_formats(f"folder/{name}").partition("train on it with ")[2].rstrip("."))
-    assert compose("config", command_of("config")[1], [word])["data"]["path"] == f"folder/{name}"
     with pytest.raises(SystemExit) as ended:
         run_command(sample.main, "sample.py", f"runs/{name}")
     [word] = shlex.split(str(ended.value.code).partition("did you mean ")[2].rstrip("?"))

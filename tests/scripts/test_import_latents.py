@@ -33,8 +33,8 @@ def import_latents(source, out, format=None, **settings) -> tuple[dict, dict[str
     """Imports with the settings of configs/import_latents.yaml but for those that are given; returns what it wrote."""
     plain = OmegaConf.to_container(OmegaConf.load(CONFIGS / "import_latents.yaml"))
     plain = {key: plain[key] for key in script.ImportSettings.model_fields}
-    script.main.__wrapped__(script.ImportSettings(**plain | {"source": str(source), "out": str(out), "format": format}
-                                                  | settings))
+    cfg = script.ImportSettings(**plain | {"source": str(source), "out": str(out), "format": format} | settings)
+    script.main.__wrapped__(script.check_settings(cfg, {key: str(value) for key, value in settings.items()}))
     return read_folder(Path(out))
 
 
@@ -200,7 +200,7 @@ def of_lightningdit(values):
 
 REPA, EDM2, FAST = ({"format": format} for format in ("repa", "edm2", "fastdit"))
 TREAD, LIGHT = {"format": "tread", "kind": "sample"}, {"format": "lightningdit"}
-OF_REPA = {"kind": "moments", "autoencoder": "sd_vae_mse", "scale": 0.18215, "resolution": 64, "shape": [4, 8, 8]}
+OF_REPA = {"kind": "moments", "autoencoder": "sd_vae_mse", "scale": 0.18215, "shape": [4, 8, 8]}
 BEYOND = log_moments()  # values beyond the clamp, and within
 BEYOND[0, 4:], BEYOND[1, 4:] = -100, 1.5
 OF_INVAE = made(write_tread, values=normal(COUNT, 16, SIDE, SIDE))
@@ -226,7 +226,7 @@ IMPORTED = {  # what was brought, settings, what the stored values become, value
                               lambda z: of_log_variance(z, 0.13025), {"scale": 0.13025}),
     "REPA's encoded by SDXL's": (in_sdxl(write_repa, moments()), {"format": "repa", "autoencoder": "sdxl"},
                                  lambda z: z * np.float32(0.13025), {"scale": 0.13025}),
-    "tars of moments": (made(write_tread, values=BEYOND, place="train-{0000..0001}.tar"), TREAD | {"kind": "moments"},
+    "tars of moments": (made(write_tread, values=BEYOND, place="train-000[01].tar"), TREAD | {"kind": "moments"},
                         of_log_variance, {"kind": "moments", "scale": 0.18215, "shape": [4, 8, 8]}),
     "hustvl/LightningDiT#34": (write_lightningdit, LIGHT, of_lightningdit,
                                {"kind": "sample", "mirrored": True, "scale": 1.0, "autoencoder": "none"}),
@@ -235,7 +235,6 @@ IMPORTED = {  # what was brought, settings, what the stored values become, value
                               {"mirrored": False, "scale": 0.18215, "autoencoder": "sd_vae_ema"}),
     "chuanyangjin/fast-DiT#4, in the order of numbers": (
         write_fastdit, FAST, np.copy, {"kind": "sample", "scale": 0.18215, "mirrored": False}),
-    "chuanyangjin/fast-DiT#21, several images a file": (made(write_fastdit, batch=4), FAST, np.copy, {}),
     "YuchuanTian/U-DiT#13, features of 512 pixels, by step and rank": (
         made(write_fastdit, name="imagenet512", file="{step}_{rank}.npy"), FAST, np.copy, {}),
     "MochiDiffusion/MochiDiffusion#315, scaled for SDXL's VAE": (
@@ -290,19 +289,14 @@ def with_key_twice(root):
     return root / "a.tar", None
 
 
-BOTH = "format=repa if REPA, SiT-REPA or Sprint encoded them (VAE input in -1..1); or format=edm2 if EDM2's"
-TARS = "format=tread with kind=sample (scaled latents; for unscaled ones scale=0.18215 too) or kind=moments ("
-UNKNOWN, SAMPLE = "no files with the names of a format that can be read", npy(normal(4, 8, 8))
+SAMPLE = npy(normal(4, 8, 8))
 REFUSED = [  # what was brought, settings, words
     # which form
-    (made(write_repa), {}, f"does not record its format: set {BOTH}"), (made(write_repa, zipped=True), {}, BOTH),
-    (made(write_tread), {}, f"set {TARS}"), (made(write_tread, place="*.tar"), {}, f"set {TARS}"),
-    (made(write_lightningdit), {}, "set format=lightningdit for VA-VAE's latents and their latents_stats.pt"),
-    (made(write_fastdit, lambda source: (source / "x.safetensors").touch()), {}, "; or format=fastdit"),
-    (empty, {}, UNKNOWN), (made(empty, place="absent"), {}, "does not exist (looked from"),
+    *((empty, {"format": format}, "does not record its format: set format=tread kind=sample (scaled latents; unscaled "
+       "ones need scale=0.18215, too) or kind=moments ([mean, log-variance]); format=lightningdit (latent_norm=false ")
+      for format in (None, "ldm")),
+    (made(empty, place="absent"), REPA, "does not exist (looked from"),
     (made(empty, place="{0..1}.tar"), TREAD, "1}.tar does not exist"),
-    # LTH14/mar#52
-    (made(empty, lambda source: (source / "n01").mkdir()), {}, "and for other latents examples/write_latents.py"),
     (made(write_tread, lambda source: put_tar(source / "val-0000.tar", {"a.cls": b"1", "a.latent.npy": SAMPLE})), TREAD,
      "holds 2 sets of tar files: choose one of \"source='"),
     (made(write_lightningdit, lambda source: save_file({"latents": torch.zeros(2, 6, 4, 4), "labels": torch.arange(2)},
@@ -317,28 +311,31 @@ REFUSED = [  # what was brought, settings, words
      "scale=1 is typed, but autoencoder=sd_vae_ema"),
     (made(write_repa), REPA | {"autoencoder": "none"}, "is to be scaled: leave it out if by an SD-VAE's 0.18215, name"),
     (made(write_fastdit), FAST | {"scale": 1, "autoencoder": "sd_vae_mse"}, "leave scale= out, name the folder of"),
-    (made(write_fastdit), FAST | {"latent_norm": False}, "latent_norm is only for format=lightningdit"),
+    (made(write_fastdit), FAST | {"latent_norm": False}, "latent_norm=False would change nothing: only fo"),
     # listed arrays; NVlabs/stylegan3#189, NVlabs/stylegan2-ada-pytorch#147
     (made(empty, put(JSON[7:], '{"labels": null}')), REPA, "no .npy files of latents"),
     (made(write_repa, relabel(lambda _, label: [float(label == c) for c in range(3)])), REPA, "not one integer each"),
     (made(write_repa, put(LAST, npy(moments()[0, :4]))), REPA, "shape (4, 8, 8), but 00000/img-mean-std-"),
-    (made(write_repa, each(LISTED, lambda z: z[:6])), REPA, "of shape (6, 8, 8), but REPA's vae-sd has (8, R, R)"),
+    (made(write_repa, each(LISTED, lambda z: z[:6])), REPA,
+     "latents of 3 channels, read with kind=moments, but sd_vae_mse's have 4"),
     (made(write_repa, put(LAST, npy(np.full((8, 8, 8), 1e6, np.float32)))), REPA,
      "latent 11 that is not finite or overflows float16"),
     (made(write_repa, each(LISTED, lambda z: -z)), REPA, "a standard deviation is never negative"),
     *((made(write_repa, relabel(lambda name, label, wrong=wrong: wrong if "00000003" in name else label)), REPA,
        f"label {wrong} (row 3), outside 0..999999") for wrong in (1_700_000_000, -9)),
-    (made(write_repa, gone(LAST)), REPA, "11 latents and 12 labels: '00000/img-mean-std-00000011.npy' has no latent"),
+    (made(write_repa, gone(LAST)), REPA, "11 latents and 12 labels: '00000/img-mean-std-00000011' has no latent"),
     (made(write_repa, gone(JSON)), REPA, "vae-sd/dataset.json, the labels of the files beside it: copy it there"),
     (made(write_repa, relabel(lambda _, label: str(label))), REPA, "not one integer each: write int(label), or"),
     (made(write_repa, relabel(lambda _, label: label / 1)), REPA, "of type float64"),
     (made(write_repa, put(JSON, '{"labels": {"a": 0}}')), REPA, "it is not EDM's"),
     (made(write_repa, put(JSON, '{"labels": [["a.npy", 0], ["a.npy", 1]]}')), REPA, "it gives a.npy two classes"),
     (made(write_repa, put(JSON, '{"labels": null, "labels": []}')), REPA, "'labels' is given twice"),
-    (made(write_repa, put("vae-sd/00000/more.npy", npy(moments()[0]))), REPA, "more.npy' has no label"),
-    # pairs; facebookresearch/DiT#13
-    (made(write_fastdit, each("imagenet256_features", lambda z: z * 5.5)), FAST, "root mean square is 5"),
-    (made(write_fastdit), FAST | {"scale": 0.18215}, "root mean square is 0.182"),
+    (made(write_repa, put("vae-sd/00000/more.npy", npy(moments()[0]))), REPA, "more' has no label"),
+    # pairs; facebookresearch/DiT#13, chuanyangjin/fast-DiT#21
+    (made(write_fastdit, batch=4), FAST, "arrays of shape (4, 4, 8, 8), but latents have (C, R, R)"),
+    (made(write_fastdit, each("imagenet256_features", lambda z: z * 5.5)), FAST,
+     "values as stored: a standard deviation of 5"),
+    (made(write_fastdit), FAST | {"scale": 0.18215}, "read with scale=0.18215: a standard deviation of 0.181"),
     (made(write_fastdit), FAST | {"autoencoder": "stabilityai/sdxl-vae"}, "nor a local folder or file"),
     (made(write_fastdit), FAST | {"autoencoder": "none"}, "was scaled: leave it out if by an SD-VAE's 0.18215"),
     (made(write_fastdit, lambda source: (source / "imagenet256_features").rename(source / "x")), FAST, "not none"),
@@ -361,13 +358,12 @@ REFUSED = [  # what was brought, settings, words
     (made(write_tread, values=normal(COUNT, 8, 8, 4)), TREAD, "R, R), channels first"),
     (made(write_tread, values=normal(COUNT, 4, 8, 16)), TREAD, "images that are not square"),
     (made(write_tread, values=np.full((COUNT, 4, 8, 8), np.nan, np.float32)), TREAD, "not finite"),
-    (with_key_twice, TREAD, "two latents of one name in a tar"),
+    (with_key_twice, TREAD, "two files of one name in a tar"),
     (tar_of(a_cls=b"1", a_jpg=b"x"), TREAD, "no .npy files of latents"),
     (tar_of(a_cls=b"1", a_latent_npy=SAMPLE, b_cls=b"1"), TREAD, "1 latents and 2 labels: 'b' has no l"),
     (tar_of(a_cls=b"cat", a_latent_npy=SAMPLE), TREAD, "a.cls is not a class number (invalid literal"),
     (tar_of(a_cls=b"1", a_latent_npy=b"cat"), TREAD, "a.latent.npy is not a complete npy file"),
     (tar_of(a_cls=b"1", a_latent=b"cat"), TREAD, "a.latent is a pickle, which can run code and is never loaded: rewri"),
-    (tar_of(a_cls=b"1", a_latent=b"cat"), {}, f"set {TARS}"),
 ]  # fmt: skip
 
 

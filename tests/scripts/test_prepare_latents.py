@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import filecmp
+import hashlib
 import io
 import json
 import os
@@ -19,7 +20,7 @@ import torch
 from conftest import ROOT, save_vae
 from filelock import FileLock
 from omegaconf import OmegaConf
-from spoils import refused
+from spoils import refused, without_hashes
 from test_images import noise
 from test_labels import encoded
 
@@ -78,13 +79,15 @@ def same_folder(a: Path, b: Path) -> bool:
 def test_pixels_go_in_and_come_back(pets, tmp_path):
     prepare(pets, tmp_path / "out", shard_size=4, batch_size=3)
     metadata, arrays = read_folder(tmp_path / "out")
+    rows = [name.encode() + row.tobytes() for name, part in arrays.items() for row in part]
+    content = sum(int(hashlib.sha256(row).hexdigest(), 16) for row in rows) % 2**256
     files = [f"{kind}-0000{i}.npy" for kind in ("latents", "labels") for i in range(3)]
     assert sorted(os.listdir(tmp_path / "out")) == sorted([".lock", "metadata.json", "preparing.json", *files])
     assert metadata == {
         "format": 1, "count": 10, "shape": [3, 32, 32], "dtype": "float16", "kind": "sample", "mirrored": False,
         "num_classes": 3, "class_names": ["cat", "dog", "emu"], "autoencoder": "identity", "scale": 1.0,
         "shift": 0.0, "resolution": 32, "source": str(pets), "unreadable": [],
-        "precision": "fp32", "tf32": False, "device": "cpu",
+        "precision": "fp32", "tf32": False, "device": "cpu", "content": f"{content:064x}",
         "shards": [{"latents": f"latents-0000{i}.npy", "labels": f"labels-0000{i}.npy", "count": n, "sha256": {
             name: sha256(tmp_path / "out" / name) for name in (f"latents-0000{i}.npy", f"labels-0000{i}.npy")}}
                    for i, n in enumerate((4, 4, 2))],
@@ -97,6 +100,12 @@ def test_pixels_go_in_and_come_back(pets, tmp_path):
         buffer = io.BytesIO()
         np.save(buffer, np.load(tmp_path / "out" / name))
         assert (tmp_path / "out" / name).read_bytes() == buffer.getvalue()
+    prepare(pets, tmp_path / "other", shard_size=7)     # is the same data set for a run
+    (pets / "cat/0.png").write_bytes(encoded(noise(32, 32, 99)))
+    prepare(pets, tmp_path / "changed", shard_size=4)
+    one, same, other = (open_latents(tmp_path / name).fingerprint for name in ("out", "other", "changed"))
+    without_hashes(tmp_path / "other")      # as where somebody changes a latent on purpose
+    assert one == same != other and one != open_latents(tmp_path / "other").fingerprint
 
 
 def test_a_vae_stores_moments_and_the_encoding_of_the_mirror_image(pets, vae_folder, tmp_path):
@@ -115,29 +124,21 @@ def test_a_vae_stores_moments_and_the_encoding_of_the_mirror_image(pets, vae_fol
     refused(lambda: prepare(pets, tmp_path / "out", autoencoder=vae_folder, mirror=True), "autoencoder's or")
 
 
-def test_other_statistics_beside_an_autoencoder_are_noticed_where_the_folder_recorded_them(
-        pets, tmp_path, monkeypatch):
+def test_statistics_beside_an_autoencoder_count_as_its_weights(pets, tmp_path, monkeypatch):
     for name in ("vavae.pt", "latents_stats.pt"):
         (tmp_path / name).touch()
     asked = []
     monkeypatch.setattr(script, "is_finished", lambda out, settings, is_main: asked.append(settings) or True)
     prepare(pets, tmp_path / "out", autoencoder=str(tmp_path / "vavae.pt"))
-    [settings], out = asked, tmp_path / "out"
-    assert len(settings["weights"]) == len(settings["statistics"]) == 1
-    out.mkdir()
-    (out / "preparing.json").write_text(json.dumps(settings))
-    assert not writer.is_finished(out, settings)
-    (out / "preparing.json").write_text(json.dumps(settings | {"statistics": [[0]]}))
-    refused(lambda: writer.is_finished(out, settings), "latents_stats.pt differs")
+    assert len(asked[0]["weights"]) == 2
 
 
-def test_posterior_samples_depend_on_the_seed_and_the_image_alone(pets, vae_folder, tmp_path):
+def test_posterior_samples_depend_on_the_image_alone(pets, vae_folder, tmp_path):
     settings = {"autoencoder": vae_folder, "mirror": True}
     prepare(pets, tmp_path / "moments", **settings)
     prepare(pets, tmp_path / "a", kind="sample", batch_size=3, shard_size=4, **settings)
     prepare(pets, tmp_path / "b", kind="sample", batch_size=10, num_workers=1, **settings)
-    prepare(pets, tmp_path / "c", kind="sample", seed=1, **settings)
-    moments, a, b, c = (read_folder(tmp_path / name)[1] for name in ("moments", "a", "b", "c"))
+    moments, a, b = (read_folder(tmp_path / name)[1] for name in ("moments", "a", "b"))
     noises = []
     for side in ("latents", "mirrored"):
         np.testing.assert_allclose(a[side], b[side], atol=2e-3)
@@ -145,7 +146,6 @@ def test_posterior_samples_depend_on_the_seed_and_the_image_alone(pets, vae_fold
         eps = (a[side] - mean) / std
         noises.append(eps)
         assert abs(eps.mean()) < 0.2 and 0.8 < eps.std() < 1.2
-        assert np.abs(a[side] - c[side]).max() > 0.05
     assert abs(np.corrcoef(noises[0].ravel(), noises[1].ravel())[0, 1]) < 0.3  # each side has its own noise
 
 
@@ -164,22 +164,20 @@ def test_a_teachers_tokens_are_those_of_the_image_and_of_its_mirror_image(pets, 
     refused(lambda: again(teacher=POOLED, patch_size=4), "patch_size was 8 and is now 4")
 
 
-def test_unreadable_files_are_counted_listed_and_left_out(pets, tmp_path, monkeypatch, capsys):
+def test_unreadable_files_are_counted_listed_and_left_out(pets, tmp_path, capsys):
     whole = (pets / "dog" / "4.png").read_bytes()
     (pets / "dog" / "4.png").write_bytes(whole[:300])
     for k in range(4):  # the whole first shard
         (pets / "cat" / f"{k}.png").write_bytes(b"no image")
     (pets / "cat" / "notes.txt").write_text("hello")
-    (pets / "cat" / "more.txt").write_text("hello")
-    monkeypatch.setattr(writer, "MOST_NAMES", 6)
     prepare(pets, tmp_path / "out", shard_size=4, batch_size=2)
     metadata, arrays = read_folder(tmp_path / "out")
-    assert metadata["unreadable"] == [*(f"cat/{k}.png" for k in range(4)), "dog/4.png", "cat/more.txt"]
+    assert metadata["unreadable"] == [*(f"cat/{k}.png" for k in range(4)), "dog/4.png"]
     assert metadata["count"] == 5 and [shard["count"] for shard in metadata["shards"]] == [3, 2]
     assert arrays["labels"].tolist() == [1, 1, 2, 2, 2] and metadata["num_classes"] == 3
     printed = capsys.readouterr().out
-    assert "7 files are not in the set" in printed and "cat/0.png: not an image of a known kind" in printed
-    assert "cat/notes.txt: does not look like an image" in printed
+    assert "5 files are no images and are left out" in printed and "cat/0.png: not an image of a known kind" in printed
+    assert "10 images, classes: 3 (cat, dog, emu), other files: 1 (cat/notes.txt)" in printed
 
 
 def test_the_example_of_a_writer_writes_a_folder_that_training_reads(tmp_path, monkeypatch):
@@ -187,26 +185,6 @@ def test_the_example_of_a_writer_writes_a_folder_that_training_reads(tmp_path, m
     runpy.run_path(str(ROOT / "examples" / "write_latents.py"))
     latents = open_latents(tmp_path / "my-latents")
     assert latents.count == 100 and latents.shape == (4, 32, 32) and latents.num_classes == 10
-
-
-# ---- classes --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("written", [int, str])
-def test_a_label_map_and_words_for_people_are_honoured(pets, tmp_path, written):
-    names = ["emu", "yak", "dog", *map(str, range(3, 10)), "cat"]
-    (tmp_path / "map.json").write_text(json.dumps({name: written(names.index(name)) for name in sorted(names)}))
-    (tmp_path / "words.txt").write_text("\ufeffcat Felis catus, cats\nemu\tgroßer Emu, bird\n\n", encoding="utf-8")
-    prepare(pets, tmp_path / "out", label_map=str(tmp_path / "map.json"), words=str(tmp_path / "words.txt"))
-    metadata, arrays = read_folder(tmp_path / "out")
-    assert metadata["class_names"] == names and metadata["num_classes"] == 11
-    assert arrays["labels"].tolist() == [10] * 4 + [2] * 3 + [0] * 3
-    assert open_latents(tmp_path / "out").display_names == ["großer Emu", *names[1:-1], "Felis catus"]
-    (tmp_path / "words.txt").write_text("cat Cat\n")
-    refused(lambda: prepare(pets, tmp_path / "out", label_map=str(tmp_path / "map.json"),
-                            words=str(tmp_path / "words.txt")), "words.txt gives other names than")
-    (tmp_path / "words.txt").write_text("yak Bos\n")
-    refused(lambda: prepare(pets, tmp_path / "new", words=str(tmp_path / "words.txt")), "words.txt names none of the")
 
 
 # ---- what is noticed first ------------------------------------------------------------------------------------------
@@ -267,19 +245,17 @@ def test_a_preparation_that_was_stopped_ends_in_the_same_bytes(pets, tmp_path, m
 
 
 def test_leftovers_of_kills_are_swept_and_files_of_others_are_not(pets, tmp_path):
-    out = tmp_path / "out"
-    of_others = [".session.tmp", ".latents-draft.npy.tmp", ".mine.12.tmp", "movie.avi"]
-    of_kills = [".latents-00001.npy.77.tmp", ".metadata.json.77.tmp", ".record-00002.json.9.tmp"]
+    out, ended = tmp_path / "out", 2**30    # no process has this number
+    of_others = [".session.tmp", ".latents-draft.npy.tmp", f".mine.{ended}.tmp", "movie.avi"]
+    of_kills = [f".{name}.{ended}.tmp" for name in ("latents-00001.npy", "metadata.json", "record-00002.json")]
     out.mkdir()
     (out / ".DS_Store").touch()  # hidden files do not matter
     prepare(pets, out, shard_size=4)
-    for is_whole in (True, False):  # the same command on a folder that is whole, and on one that is not
-        for name in (*of_others, *of_kills):
-            (out / name).write_text("half")
-        if not is_whole:
-            (out / "metadata.json").unlink()
-        prepare(pets, out, shard_size=4)
-        assert set(of_others) <= set(os.listdir(out)) and not set(of_kills) & set(os.listdir(out))
+    for name in (*of_others, *of_kills):
+        (out / name).write_text("half")
+    (out / "metadata.json").unlink()
+    prepare(pets, out, shard_size=4)
+    assert set(of_others) <= set(os.listdir(out)) and not set(of_kills) & set(os.listdir(out))
 
 
 def test_a_second_process_is_refused_and_a_file_system_without_locks_is_named(pets, tmp_path, monkeypatch, capsys):

@@ -280,13 +280,11 @@ def test_only_a_gpu_records_and_only_where_it_is_asked_to():
     objective, weights = DiffusionLoss(DiT(**TINY), EDM()), [torch.nn.Parameter(torch.zeros(2, 2))]
     assert record_passes(objective, "reduce-overhead", torch.device("cpu"), 1) is objective
     assert record_passes(objective, True, torch.device("cuda"), 1) is objective
-    for device, scaler, how, num_parts, kind, is_recorded in (
-        ("cuda", None, "reduce-overhead", 1, "AdamW", True), ("cuda", None, True, 1, "AdamW", False),
-        ("cpu", None, "reduce-overhead", 1, "AdamW", False), ("cuda", "of fp16", "max-autotune", 1, "AdamW", False),
-        ("cuda", None, "max-autotune", 2, "AdamW", False), ("cuda", None, "max-autotune", 1, "Muon", False),
-    ):
-        optimizer = SimpleNamespace(optimizer=getattr(torch.optim, kind)(weights, lr=0.1), param_groups=[
-            {"params": weights}])
-        accelerator = SimpleNamespace(device=torch.device(device), scaler=scaler)
-        update = cuda_graphs.record_update(accelerator, optimizer, how, num_parts)
-        assert (update is not update_weights) == is_recorded
+    asked = {"device": "cuda", "scaler": None, "how": "reduce-overhead", "num_parts": 1, "kind": "AdamW"}
+    for other in ({}, {"how": True}, {"device": "cpu"}, {"scaler": "of fp16"}, {"num_parts": 2}, {"kind": "Muon"}):
+        case = SimpleNamespace(**asked | other)
+        optimizer = SimpleNamespace(optimizer=getattr(torch.optim, case.kind)(weights, lr=0.1),
+                                    param_groups=[{"params": weights}])
+        accelerator = SimpleNamespace(device=torch.device(case.device), scaler=case.scaler)
+        update = cuda_graphs.record_update(accelerator, optimizer, case.how, case.num_parts)
+        assert (update is not update_weights) == (other == {})

@@ -16,7 +16,7 @@ from training_runs import write_run
 import sample
 from runtime import files
 from weights import checkpoint as checkpoints
-from weights.loading import find_checkpoint, has_weights, load_trained
+from weights.loading import find_checkpoint, load_trained
 
 NETWORK = dict(input_size=4, patch_size=2, in_channels=3, hidden_size=8, depth=2, num_heads=2, num_classes=3)
 STEP = Path("run/checkpoints/step-00000002")
@@ -102,12 +102,6 @@ def test_what_is_not_there_is_a_line_with_what_to_type(path, which, says, here):
     with pytest.raises(ValueError, match=says) as refused:
         find_checkpoint(path or "run", which)
     assert "\n" not in str(refused.value)
-
-
-def test_weights_are_known_by_their_hash_in_an_older_checkpoint_and_under_another_name(here):
-    older, newest = (find_checkpoint(path).sha256 for path in ("run/checkpoints/step-00000001", "run"))
-    assert older != newest and [has_weights("run", sha256) for sha256 in (older, newest, "0")] == [True, True, False]
-    assert has_weights("alone", newest) and not has_weights("alone", older) and not has_weights("nowhere", older)
 
 
 # ---- the Hugging Face Hub -------------------------------------------------------------------------------------------

@@ -1,0 +1,59 @@
+"""What a stopped compilation leaves in torch's cache is removed, and TensorBoard does without TensorFlow."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+from filelock import FileLock
+from forked import Life
+
+from runtime.libraries import is_complete, remove_unfinished_libraries
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory) -> bytes:
+    """A shared library as the linker writes it."""
+    if not (compiler := shutil.which("c++")):
+        pytest.skip("there is no compiler here")
+    file = tmp_path_factory.mktemp("library") / "x.so"
+    subprocess.run([compiler, "-shared", "-xc++", "-", "-o", file], input=b"int x() { return 1; }", check=True)
+    return file.read_bytes()
+
+
+def test_an_unfinished_library_is_removed_unless_a_running_process_writes_it(library, tmp_path, monkeypatch, capsys):
+    for name, part in {"a/whole.main.so": library, "b/empty.main.so": b"", "b/half.so": library[: len(library) // 2],
+                       "c/begun.main.so": bytes(len(library)), "d/written.main.so": b"", "e/x.py": b""}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(part)
+    (tmp_path / "locks").mkdir()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    with FileLock(tmp_path / "locks/written.lock"):
+        assert "had left 3 unfinished" in Life(remove_unfinished_libraries).wait(100).printed
+    assert {path.name for path in tmp_path.glob("?/*")} == {"whole.main.so", "written.main.so", "x.py"}
+    remove_unfinished_libraries()
+    assert "had left 1 unfinished" in capsys.readouterr().out and not (tmp_path / "d/written.main.so").exists()
+
+
+def test_no_part_of_a_library_counts_as_complete(library, tmp_path):
+    part = tmp_path / "x.so"
+    part.write_bytes(library)
+    assert is_complete(part)
+    for size in range(0, len(library), max(1, len(library) // 100)):
+        part.write_bytes(library[:size])
+        assert not is_complete(part)
+
+
+def test_tensorboard_logs_without_importing_tensorflow(tmp_path):
+    code = """
+import sys
+from types import SimpleNamespace as Some
+from accelerate import Accelerator
+from train import start_trackers
+start_trackers(Some(cfg=Some(log=Some(trackers=["tensorboard"]), name="x", model_dump=dict), folder=sys.argv[1], step=0,
+                    run_id="x", accelerator=Accelerator(cpu=True, log_with="tensorboard", project_dir=sys.argv[1])))
+assert "tensorflow" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and list(tmp_path.rglob("events.out.*")), done.stderr
