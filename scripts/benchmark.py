@@ -1,6 +1,6 @@
-"""Times training steps and sampling on this machine, beside the matrix products that bound them.
+"""Times training steps, sampling or scoring on this machine, beside the matrix products that bound them.
 
-Variants take turns. The table has medians over rounds; ratios compare variants within a round. Prints a table, and
+Variants take turns. Seconds are medians over rounds; ratios compare variants within a round. Prints a table, and
 writes <out>.json if `out` is set. Commands and options: configs/benchmark.yaml, docs/performance.md.
 """
 
@@ -9,16 +9,14 @@ import copy
 import itertools
 import json
 import math
-import os
 import sys
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -31,29 +29,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
 from dit import DiT, multiply_adds
 from guidance import Guidance
-from latents.folder import Latents, open_latents
+from latents.folder import open_latents
 from latents.loader import batches, check_batch_size, to_latent
-from objectives import DiffusionLoss
+from objectives import DiffusionLoss, trained_parameters
 from runtime import files
 from runtime.command import command, commit
 from runtime.device import DTYPES, device_name, multiplies_in_tf32
-from runtime.schema import (
-    Classes,
-    Count,
-    Location,
-    NonEmptyList,
-    NonNegativeInt,
-    Number,
-    Size,
-    Steps,
-    Text,
-    Tokens,
-    first_line,
-    one_of,
-)
+from runtime.schema import Count, Location, NonEmptyList, NonNegativeInt, Number, Steps, Text, Tokens, first_line
 from sampling.generate import generate
 from sampling.sampler import Sampler
-from scoring.features import EXTRACTORS, extract, load_extractor, versions
+from scoring.features import Features, extract, load_extractor
+from scripts.studies import official
 from training import speed
 from training.cuda_graphs import Compile, record_passes, record_update
 from training.optimizers import build_optimizer
@@ -62,94 +48,78 @@ from training.run_record import network_record
 from training.settings import ModelSettings
 from weights.records import build_diffusion, build_network
 
+Work = Callable[[int], object]  # does what is timed, so many times
 Batches = Iterator[tuple[Tensor, Tensor, dict[str, Tensor]]]
-Mark = Callable[[str], None]  # charges the time since the last mark to a name
-OPTIONS = ("eager", "blocks", "passes", "fp8", "muon")  # of a variant; configs/benchmark.yaml explains them
+GRAPHS = ("eager", "blocks", "passes")  # options of a variant, at most one of them; configs/benchmark.yaml explains
+OPTIONS = (*GRAPHS, "fp8", "muon")      # all options
 ATTENTION = {"flash": SDPBackend.FLASH_ATTENTION, "flash3": SDPBackend.FLASH_ATTENTION,
              "cudnn": SDPBackend.CUDNN_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION}
-ADAMW = dict(lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
-SQUARES = {"cpu": (1024, 2048), "cuda": (4096, 8192, 16384)}  # sides of the matrices that are multiplied
+ADAMW: dict[str, Any] = {"name": "adamw", "lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+MUON = ADAMW | {"name": "muon", "matrix_lr": None, "momentum": 0.95}
+SQUARES = {"cpu": (1024, 2048), "cuda": (4096, 8192, 16384)}    # sides of the matrices that are multiplied
+CHANNELS, NUM_CLASSES, IMAGE_SIZE = 4, 1000, 256                # of ImageNet's latents and images
 
 
 class BenchmarkSettings(ModelSettings):
     """configs/benchmark.yaml."""
 
-    mode: one_of(["train", "sample", "score"])
+    mode: Literal["train", "sample", "score"]
     out: Location | None
-    device: one_of(["cpu", "cuda"]) | None
-    threads: Count | None
+    device: Literal["cpu", "cuda"] | None
     tokens: Tokens
-    in_channels: Size
-    num_classes: Classes
-    diffusion: dict
+    diffusion: dict[str, Any]
     batch_size: Count
     grad_accum_steps: Count
     precision: speed.Precision
     tf32: bool
     compile: Compile
-    compile_cache: Location | None
-    activation_checkpointing: bool
     variants: NonEmptyList[Text]
-    attention: one_of(ATTENTION) | None
+    attention: Literal["flash", "flash3", "cudnn", "efficient"] | None
+    official: Location | None
     rounds: Count
     steps: Count
     warmup: NonNegativeInt
-    data_path: Location | None
-    num_latents: Count
     num_steps: Steps
     scale: Number | None
-    features: one_of(EXTRACTORS)
+    features: Features
     features_weights: Location | None
-    image_size: Size
 
 
 # ---- clocks ---------------------------------------------------------------------------------------------------------
 
 
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def seconds_of_parts(device: torch.device, work: Callable[[Mark], object], count: int = 1) -> dict[str, float]:
-    """Returns the seconds between marks of work, for one of its `count` repetitions, and resets the peak of memory.
-
-    The clock is the GPU's, by events on its stream: they wait for nothing, and time in which the GPU is idle is in the
-    part whose work it waits for.
-    """
-    marks: list[tuple[str, float | torch.cuda.Event]] = []
-
-    def mark(name: str) -> None:
+def seconds_of(device: torch.device, work: Work, count: int = 1) -> float:
+    """Returns the seconds of one of `count` repetitions, until the device has done them."""
+    def now() -> float:
         if device.type == "cuda":
-            now = torch.cuda.Event(enable_timing=True)
-            now.record()
-        else:
-            now = time.perf_counter()
-        marks.append((name, now))
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
 
-    wait(device)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    mark("start")
-    work(mark)
-    wait(device)
-    parts: dict[str, float] = defaultdict(float)
-    for (_, begin), (name, end) in itertools.pairwise(marks):
-        parts[name] += (begin.elapsed_time(end) / 1000 if device.type == "cuda" else end - begin) / count
-    return dict(parts)
+    began = now()
+    work(count)
+    return (now() - began) / count
 
 
-def matmul_flops(device: torch.device, precision: str) -> dict[str, float]:
+def repeated(call: Callable[[], object]) -> Work:
+    def work(count: int) -> None:
+        for _ in range(count):
+            call()
+
+    return work
+
+
+def matmul_flops(device: torch.device, precision: speed.Precision) -> dict[str, float]:
     """Measures the FLOP/s of square matrix products, by side; random factors, since zeros draw less power.
 
     fp8 is measured as bf16, as torch has no public product of float8.
     """
     rates, repeats = {}, 10 if device.type == "cuda" else 1
+    dtype = torch.bfloat16 if precision == "fp8" else DTYPES[precision]
     for side in SQUARES[device.type]:
-        a, b = torch.randn((2, side, side), device=device, dtype=DTYPES.get(precision, torch.bfloat16))
-        torch.mm(a, b)
-        took = seconds_of_parts(device, lambda mark, a=a, b=b: (*(a @ b for _ in range(repeats)), mark("products")))
-        rates[str(side)] = 2 * side**3 * repeats / took["products"]
+        a, b = torch.randn((2, side, side), device=device, dtype=dtype)
+        multiply = repeated(partial(torch.mm, a, b))
+        multiply(1)
+        rates[str(side)] = 2 * side**3 / seconds_of(device, multiply, repeats)
     return rates
 
 
@@ -158,41 +128,68 @@ def speed_up(slow: list[float], fast: list[float]) -> float:
     return median(one / other for one, other in zip(slow, fast, strict=True))
 
 
-def medians(rounds: list[dict[str, float]]) -> dict[str, float]:
-    return {name: median(each[name] for each in rounds) for name in rounds[0]}
+def time_in_turn(
+    cfg: BenchmarkSettings, accelerator: Accelerator, makes: Mapping[str, Callable[[], Work]], images: int,
+    flops: Mapping[str, float], steps: int = 1, warmup: int = 0,
+) -> dict[str, Any]:
+    """Makes all variants, then times each in every round; returns a row for each, and the FLOP/s of matrix products.
 
-
-def take_turns(
-    rounds: int, device: torch.device, precision: str, works: dict[str, Callable[[], dict[str, float]]],
-) -> tuple[dict[str, list[float]], dict[str, dict[str, float]], dict[str, float]]:
-    """Times the parts of all works in turn, round after round.
-
-    Returns by name the seconds of each round and the median ones of each part, and the FLOP/s of matrix products.
+    A repetition has so many `images` on all ranks together. `flops` are those of an image, by network.
     """
-    taken, products = defaultdict(list), []
-    for _ in range(rounds):
+    device, works, rows, products = accelerator.device, {}, [], []
+    for name, make in makes.items():
+        others = torch.cuda.memory_allocated()  # 0 on a CPU
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        row: dict[str, Any] = {"variant": name, "images": images, "ranks": accelerator.num_processes}
+        try:
+            work = make()
+            first = seconds_of(device, work)
+            work(warmup)
+            works[name] = work
+            row |= {"first s": first, "peak GiB": train.peak_memory_gib(device) - others / 2**30}
+        except (RuntimeError, ValueError) as error:
+            if "-" not in name or isinstance(error, torch.OutOfMemoryError):
+                raise
+            row["failed"] = f"{type(error).__name__}: {first_line(error)}"  # of what is tried; the others are timed
+        rows.append(row)
+
+    taken: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(cfg.rounds):
         for name, work in works.items():
-            taken[name].append(work())
-        products.append(matmul_flops(device, precision))
-    totals = {name: [sum(parts.values()) for parts in each] for name, each in taken.items()}
-    return totals, {name: medians(each) for name, each in taken.items()}, medians(products)
+            accelerator.wait_for_everyone()
+            taken[name].append(seconds_of(device, work, steps))
+        products.append(matmul_flops(device, cfg.precision))
+    rates = {side: median(each[side] for each in products) for side in products[0]}
+    for row in rows:
+        if took := taken.get(name := row["variant"]):
+            row |= {"images/s": images / median(took), "s": median(took), "rounds s": took}
+            compared = {"dense": name.replace("tread", "dit"), "official": f"official {name}",
+                        "first": next(other for other in taken if other.split("-")[0] == name.split("-")[0])}
+            row |= {f"over {what}": speed_up(taken[other], took) for what, other in compared.items() if other in taken}
+        if took and flops:
+            network = "tread" if "tread" in name else "dit"
+            rate = flops[network] * row["images/s"] / row["ranks"]
+            row |= {"GFLOP/image": flops[network] / 1e9, "FLOP ratio": flops["dit"] / flops[network],
+                    "TFLOP/s a rank": rate / 1e12, "MFU": rate / max(rates.values())}
+    return {"rows": rows, "matmul FLOP/s": rates}
 
 
-# ---- what is timed --------------------------------------------------------------------------------------------------
+# ---- training, as train.py does it ----------------------------------------------------------------------------------
 
 
 def options_of(variant: str) -> set[str]:
     """Returns the options in a variant's name; raises ValueError where it is not dit or tread with some of OPTIONS."""
     network, *options = variant.split("-")
-    if network not in ("dit", "tread") or not {*options} <= {*OPTIONS} or len({*options} & {*OPTIONS[:3]}) > 1:
-        raise ValueError(f"variants has {variant}: write dit or tread, then at most one of -{', -'.join(OPTIONS[:3])}, "
-                         f"then any of -{', -'.join(OPTIONS[3:])}.")
+    if network not in ("dit", "tread") or not {*options} <= {*OPTIONS} or len({*options} & {*GRAPHS}) > 1:
+        raise ValueError(f"variants has {variant}: write dit or tread, then at most one of -{', -'.join(GRAPHS)}, "
+                         f"then any of -{', -'.join(OPTIONS[len(GRAPHS):])}.")
     return {*options}
 
 
 def make_network(cfg: BenchmarkSettings, variant: str, device: torch.device | str) -> DiT:
     model = ModelSettings.model_construct(**{name: getattr(cfg, name) for name in ModelSettings.model_fields})
-    network = network_record(model, (cfg.in_channels, 0, 0), cfg.num_classes)
+    network = network_record(model, (CHANNELS, 0, 0), NUM_CLASSES)
     network["input_size"] = math.isqrt(cfg.tokens) * network["patch_size"]
     with torch.device(device):
         return build_network(network | ({"routes": []} if variant.startswith("dit") else {}))
@@ -211,283 +208,139 @@ def write_latents(folder: Path, count: int, shape: tuple[int, int, int], num_cla
     (folder / "metadata.json").write_text(json.dumps(record))
 
 
-@contextlib.contextmanager
-def latents_of(cfg: BenchmarkSettings, net: DiT) -> Iterator[Latents]:
-    """Opens the latents asked for, or random ones, each rank its own."""
-    shape = (net.in_channels, net.input_size, net.input_size)
-    with tempfile.TemporaryDirectory() as folder:
-        if cfg.data_path is None:
-            most = 2**28 // (4 * math.prod(shape))  # 256 MiB of moments in float16
-            write_latents(Path(folder), max(cfg.batch_size, min(cfg.num_latents, most)), shape, cfg.num_classes)
-        latents = open_latents(cfg.data_path or folder)
-        latents.require(shape=shape, num_classes=cfg.num_classes)
-        yield latents
+def make_step(
+    accelerator: Accelerator, objective: DiffusionLoss, how: Compile, num_parts: int = 1, *, sharded: bool = False,
+    optimizer: Mapping[str, Any] = ADAMW, label_dropout: float = 0.1, clip_norm: float | None = None,
+) -> Callable[[Tensor, Tensor, Mapping[str, Tensor]], tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Wraps an objective as train.py does; returns its step, a function of latents, labels and extra arrays."""
+    speed.compile_blocks(objective.net, how)
+    called = speed.replicate(accelerator, record_passes(objective, how, accelerator.device, num_parts), sharded)
+    prepared = accelerator.prepare(build_optimizer(trained_parameters(objective), **optimizer))
+    update = record_update(accelerator, prepared, how, num_parts)
+    return partial(train.train_step, accelerator, called, objective, prepared, num_parts=num_parts, update=update,
+                   label_dropout=label_dropout, clip_norm=clip_norm)
 
 
-class Variant:
-    """A network in training, set up as in train.py and past its first step, with its measurements."""
+def make_training(
+    cfg: BenchmarkSettings, accelerator: Accelerator, variant: str, loader: Batches, kind: str,
+) -> Work:
+    """Sets a variant up; returns a function that takes steps of train.py's loop."""
+    device, options = accelerator.device, options_of(variant)
+    torch.manual_seed(0)
+    net = make_network(cfg, variant, device)
+    average = train.trained_weights(copy.deepcopy(net))
+    if cfg.precision == "fp8" or "fp8" in options:
+        if device.type == "cuda":
+            speed.check_float8(device)
+        speed.multiply_in_float8(net, emulate=device.type == "cpu")
+    weights = train.trained_weights(net)
+    how: Compile = "eager" not in options and cfg.compile
+    if how and "passes" in options:
+        how = "reduce-overhead"
+    if how and "blocks" in options:  # torch's own mode, which train.py does not have
+        how = False
+        for block in net.blocks:
+            block.forward = torch.compile(block.forward, dynamic=False, mode="reduce-overhead")
+    step = make_step(accelerator, DiffusionLoss(net, build_diffusion(cfg.diffusion)), how, cfg.grad_accum_steps,
+                     optimizer=MUON if "muon" in options else ADAMW)
+    sums, numbers = Sums(device), itertools.count()
 
-    def __init__(self, cfg: BenchmarkSettings, accelerator: Accelerator, name: str, loader: Batches, kind: str):
-        device, options = accelerator.device, options_of(name)
-        others = torch.cuda.memory_allocated()  # 0 on a CPU
-        self.name, self.accelerator, self.loader, self.kind = name, accelerator, loader, kind
-        self.num_parts = cfg.grad_accum_steps
-        self.step, self.resident, self.peak, self.graphs = 0, 0, 0.0, 0
-        torch.manual_seed(0)
-        self.model = make_network(cfg, name, device)
-        self.ema = copy.deepcopy(self.model).eval()
-        if cfg.precision == "fp8" or "fp8" in options:
-            if device.type == "cuda":
-                speed.check_float8(device)
-            speed.multiply_in_float8(self.model, emulate=device.type == "cpu")
-        self.sums, self.objective = Sums(device), DiffusionLoss(self.model, build_diffusion(cfg.diffusion))
-        optimizer = build_optimizer(dict(self.model.named_parameters()), **(
-            ADAMW | {"name": "muon", "matrix_lr": None, "momentum": 0.95} if "muon" in options else
-            ADAMW | {"name": "adamw"}))
-        if cfg.activation_checkpointing:
-            speed.recompute_activations(self.model)
-        how = "eager" not in options and cfg.compile
-        if how and "passes" in options:
-            how = "reduce-overhead"
-        speed.compile_blocks(self.model, "blocks" not in options and how)
-        if how and "blocks" in options:  # torch's own mode, which train.py does not have
-            how = True
-            for block in self.model.blocks:
-                block.forward = torch.compile(block.forward, dynamic=False, mode="reduce-overhead")
-        recorded = record_passes(self.objective, how, device, self.num_parts)
-        self.called, self.optimizer = speed.replicate(accelerator, recorded), accelerator.prepare(optimizer)
-        # Before a part's forward pass lies, but for the first part, the backward pass of the part before.
-        self.mark, self.part = lambda name: None, 0
-        self.called.register_forward_pre_hook(lambda *_: self.mark("backward" if self.part else "forward"))
-        self.called.register_forward_hook(self.end_forward)
-        self.update = record_update(accelerator, self.optimizer, how, self.num_parts)
-        self.weights, self.average = train.trained_weights(self.model), train.trained_weights(self.ema)
+    def take_steps(count: int) -> None:
+        for number in itertools.islice(numbers, count):
+            torch.manual_seed(train.step_seed(0, number, accelerator.process_index))
+            stored, y, arrays = send_to_device(next(loader), device, non_blocking=True)
+            measured = step(to_latent(stored, kind), y, arrays)
+            train.update_ema(average, weights, 0.9999)
+            sums.add(*measured)
 
-        self.first_step = sum(self.measure(1).values())
-        self.resident = torch.cuda.memory_allocated() - others
-        self.measure(cfg.warmup)
-
-    def end_forward(self, *_: object) -> None:
-        self.mark("forward")
-        self.part += 1
-
-    def begin_update(self, *arguments: object) -> tuple[Tensor, ...]:
-        self.mark("backward")
-        return self.update(*arguments)
-
-    def take_steps(self, count: int, mark: Mark) -> None:
-        """Takes steps as train.py's loop does, with a mark at the end of each part."""
-        self.mark = mark
-        for _ in range(count):
-            self.part = 0
-            torch.manual_seed(train.step_seed(0, self.step, self.accelerator.process_index))
-            stored, y, arrays = send_to_device(next(self.loader), self.accelerator.device, non_blocking=True)
-            mark("data wait")
-            measured = train.train_step(
-                self.accelerator, self.called, self.objective, self.optimizer, to_latent(stored, self.kind), y,
-                arrays, label_dropout=0.1, clip_norm=None, num_parts=self.num_parts, update=self.begin_update,
-            )
-            mark("optimizer")
-            train.update_ema(self.average, self.weights, 0.9999)
-            mark("EMA")
-            self.sums.add(*measured)
-            mark("sums")
-            self.step += 1
-
-    def measure(self, count: int) -> dict[str, float]:
-        """Returns the seconds of a step's parts; keeps its peak of memory and counts the graphs that were compiled."""
-        counts = torch._dynamo.utils.counters["stats"]  # imported here, as --help needs no compiler
-        device, graphs = self.accelerator.device, counts["unique_graphs"]
-        self.accelerator.wait_for_everyone()
-        others = torch.cuda.memory_allocated() - self.resident
-        parts = seconds_of_parts(device, partial(self.take_steps, count), count)
-        self.graphs += counts["unique_graphs"] - graphs
-        self.peak = train.peak_memory_gib(device) - others / 2**30
-        return parts
+    return take_steps
 
 
-def steps_in_turn(cfg: BenchmarkSettings, accelerator: Accelerator, make: Callable[[Batches, str], list]) -> tuple:
-    """Makes variants on the data of one loader; returns them, and what `take_turns` returns of their steps."""
-    for name in cfg.variants:
-        options_of(name)
+def time_train(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict[str, Any]:
+    """Times training steps on random moments, which the loader reads, and those of the official code if it is given."""
+    options = set.union(*map(options_of, cfg.variants))
+    if cfg.official:
+        if cfg.precision == "fp8" or cfg.grad_accum_steps > 1 or options - {"eager"}:
+            raise ValueError("official= is for variants dit, tread, dit-eager and tread-eager, grad_accum_steps=1 and "
+                             "another precision than fp8, as their code has no more.")
+        theirs = official.open_official(Path(cfg.official))
     device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
-    with latents_of(cfg, make_network(cfg, "dit", "meta")) as latents:
-        check_batch_size(cfg.batch_size, latents.count, world, cfg.grad_accum_steps)
+    nets = {name: make_network(cfg, name, "meta") for name in ("dit", "tread")}
+    # 2 a multiply-add, and the backward pass takes twice the forward one.
+    flops = {name: 6.0 * sum(multiply_adds(net, net.routes)) for name, net in nets.items()}
+    side = nets["dit"].input_size
+    count = max(cfg.batch_size, min(4096, 2**28 // (4 * CHANNELS * side**2)))   # at most 256 MiB
+    check_batch_size(cfg.batch_size, count, world, cfg.grad_accum_steps)
+    with tempfile.TemporaryDirectory() as folder:
+        write_latents(Path(folder), count, (CHANNELS, side, side), NUM_CLASSES)
+        latents = open_latents(folder)
         loader = batches(latents, cfg.batch_size, seed=0, rank=rank, world=world, pin=device.type == "cuda")
-        variants = make(loader, latents.kind)
-        works = {variant.name: partial(variant.measure, cfg.steps) for variant in variants}
-        taken = take_turns(cfg.rounds, device, cfg.precision, works)
-        loader.close()
-    return variants, *taken
-
-
-# ---- the modes ------------------------------------------------------------------------------------------------------
-
-
-def time_train(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
-    """Times training steps of all variants in turn, and first steps unless an earlier try has compiled their code.
-
-    The forward part begins with the stored rows on the device. It samples latents, labels to drop, noise and masks.
-    """
-    is_warm = cfg.compile_cache is not None and any(path.is_file() for path in Path(cfg.compile_cache).rglob("*"))
-    nets = {name: make_network(cfg, name, "meta") for name in {*cfg.variants, "dit"}}
-    counts = {name: multiply_adds(net, net.routes) for name, net in nets.items()}
-    failed: dict[str, str] = {}
-
-    def make(*data: object) -> list[Variant]:
-        made = []
+        makes: dict[str, Callable[[], Work]] = {}
         for name in cfg.variants:
-            try:
-                made.append(Variant(cfg, accelerator, name, *data))
-            except (RuntimeError, ValueError) as error:
-                if not options_of(name) or isinstance(error, torch.OutOfMemoryError):
-                    raise
-                failed[name] = f"{type(error).__name__}: {first_line(error)}"  # of what is tried; the others are timed
-        return made
-
-    variants, took, parts, products = steps_in_turn(cfg, accelerator, make)
-    rows, world = [{"variant": name, "parts": {}, "failed": message} for name, message in failed.items()], \
-        accelerator.num_processes
-    for variant in variants:
-        name, per_step, dense = variant.name, median(took[variant.name]), took.get(variant.name.replace("tread", "dit"))
-        flops = 6 * sum(counts[name])  # 2 a multiply-add, and the backward pass takes twice the forward one
-        rate = flops * cfg.batch_size / world / per_step
-        rows.append({
-            "variant": name, "batch": cfg.batch_size, "tokens": cfg.tokens, "ranks": world,
-            "images/s": cfg.batch_size / per_step, "s/step": per_step, "parts": parts[name],
-            "GFLOP/image": flops / 1e9, "TFLOP/s a rank": rate / 1e12, "MFU": rate / max(products.values()),
-            "over dense": dense and speed_up(dense, took[name]),
-            "over first": speed_up(next(took[other] for other in took if other.split("-")[0] == name.split("-")[0]),
-                                   took[name]),
-            "FLOP ratio": sum(counts["dit"]) / sum(counts[name]), "peak GiB": variant.peak,
-            "first step s": None if is_warm else variant.first_step, "graphs": variant.graphs,
-            "rounds s/step": took[name],
-        })
-    return {"rows": rows, "matmul FLOP/s": products}
+            makes[name] = partial(make_training, cfg, accelerator, name, loader, latents.kind)
+            if cfg.official:
+                makes[f"official {name}"] = partial(
+                    official.make_training, theirs, make_network(cfg, name, "meta"),
+                    "eager" not in options_of(name) and cfg.compile, accelerator, loader, latents.kind)
+        return time_in_turn(cfg, accelerator, makes, cfg.batch_size, flops, cfg.steps, cfg.warmup)
 
 
-def time_sample(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
+# ---- sampling and scoring -------------------------------------------------------------------------------------------
+
+
+def time_sample(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict[str, Any]:
     """Times sampling one batch of latents per rank by the dense variants, as images are; decoding is not included."""
-    device, seeds = accelerator.device, list(range(cfg.batch_size * accelerator.num_processes))
-    labels = [seed % cfg.num_classes for seed in seeds]
-    guidance = None if cfg.scale is None else Guidance(cfg.scale)
-    sampler = Sampler(build_diffusion(cfg.diffusion), cfg.num_steps, guidance)
+    precision, seeds = cfg.precision, list(range(cfg.batch_size * accelerator.num_processes))
+    if precision == "fp8":
+        raise ValueError("mode=sample precision=fp8: images are never sampled in float8, so set precision=bf16.")
+    labels = [seed % NUM_CLASSES for seed in seeds]
+    sampler = Sampler(build_diffusion(cfg.diffusion), cfg.num_steps, None if cfg.scale is None else Guidance(cfg.scale))
 
-    def sample(net: DiT, mark: Mark) -> None:
-        for _ in generate(accelerator, net, sampler, lambda latents: latents, seeds, labels, batch_size=cfg.batch_size,
-                          precision=cfg.precision):
-            pass
-        mark("sampling")
+    def make(how: Compile) -> Work:
+        net = make_network(cfg, "dit", accelerator.device).eval()
+        speed.compile_blocks(net, how)
+        return repeated(lambda: [*generate(accelerator, net, sampler, lambda latents: latents, seeds, labels,
+                                           batch_size=cfg.batch_size, precision=precision)])
 
-    works, first = {}, {}
-    for name in (name for name in cfg.variants if name in ("dit", "dit-eager")):
-        net = make_network(cfg, name, device).eval()
-        speed.compile_blocks(net, cfg.compile if name == "dit" else False)
-        works[name] = partial(seconds_of_parts, device, partial(sample, net))
-        first[name] = works[name]()["sampling"]
-    if not works:
+    ways = {"dit": cfg.compile, "dit-eager": False}
+    makes = {name: partial(make, ways[name]) for name in cfg.variants if name in ways}
+    if not makes:
         raise ValueError(f"mode=sample times variants dit and dit-eager, but variants={cfg.variants}.")
-    rounds, parts, products = take_turns(cfg.rounds, device, cfg.precision, works)
-    flops = 2 * sum(sampler.cost(net))
-    return {"matmul FLOP/s": products, "rows": [{
-        "variant": name, "batch": cfg.batch_size, "tokens": cfg.tokens, "ranks": accelerator.num_processes,
-        "images/s": len(seeds) / median(took), "s/batch": median(took), "parts": parts[name],
-        "GFLOP/image": flops / 1e9, "MFU": flops * cfg.batch_size / median(took) / max(products.values()),
-        "over first": speed_up(next(iter(rounds.values())), took), "first batch s": first[name],
-        "peak GiB": train.peak_memory_gib(device), "rounds s/batch": took,
-    } for name, took in rounds.items()]}
+    flops = {"dit": 2.0 * sum(sampler.cost(make_network(cfg, "dit", "meta")))}
+    return time_in_turn(cfg, accelerator, makes, len(seeds), flops)
 
 
-def time_score(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
+def time_score(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict[str, Any]:
     """Times the features of a batch of random images on each rank, as fid.py measures them."""
-    device, extractor = accelerator.device, load_extractor(accelerator.state, cfg.features, cfg.features_weights)
-    images = torch.randint(256, (cfg.batch_size, cfg.image_size, cfg.image_size, 3), dtype=torch.uint8, device=device)
-
-    def score(mark: Mark) -> None:
-        for _ in extract(extractor, [(torch.arange(len(images)), images)]):
-            pass
-        mark("features")
-
-    first = seconds_of_parts(device, score)["features"]
-    rounds, parts, products = take_turns(cfg.rounds, device, cfg.precision, {
-        cfg.features: partial(seconds_of_parts, device, score)})
-    [(name, took)] = rounds.items()
-    return {"matmul FLOP/s": products, "rows": [{
-        "variant": name, "batch": cfg.batch_size, "image size": cfg.image_size, "ranks": accelerator.num_processes,
-        "images/s": cfg.batch_size * accelerator.num_processes / median(took), "s/batch": median(took),
-        "parts": parts[name], "first batch s": first, "peak GiB": train.peak_memory_gib(device), "rounds s/batch": took,
-    }]}
-
-
-MODES = {"train": time_train, "sample": time_sample, "score": time_score}
+    extractor = load_extractor(accelerator.state, cfg.features, cfg.features_weights)
+    images = torch.randint(256, (cfg.batch_size, IMAGE_SIZE, IMAGE_SIZE, 3), dtype=torch.uint8,
+                           device=accelerator.device)
+    score = repeated(lambda: [*extract(extractor, [(torch.arange(len(images)), images)])])
+    return time_in_turn(cfg, accelerator, {cfg.features: lambda: score}, len(images) * accelerator.num_processes, {})
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
-def table(rows: list[dict]) -> str:
-    """Returns rows in Markdown, with a column of each number and of each part; the JSON has the rounds too."""
-    flat = [{name: value for name, value in row.items() if not isinstance(value, list | dict)}
-            | {f"{part} s": value for part, value in row["parts"].items()} for row in rows]
-    names = list(dict.fromkeys(name for row in flat for name in row))
+def table(rows: list[dict[str, Any]]) -> str:
+    """Returns rows in Markdown, with a column of each number; the JSON has the rounds too."""
+    names = [name for name in dict.fromkeys(name for row in rows for name in row) if not name.startswith("rounds")]
 
     def cell(value: object) -> str:
-        if value is None:
-            return "not measured"
         return (f"{value:,.0f}" if value >= 1000 else f"{value:.3g}") if isinstance(value, float) else str(value)
 
-    rows = [names, ["---"] * len(names), *([cell(row.get(name, "")) for name in names] for row in flat)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def describe(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
-    """Gathers what the numbers depend on: device, versions, commit, command and settings."""
-    return {"mode": cfg.mode, "device": device_name(accelerator.device),
-            "tf32": multiplies_in_tf32(accelerator.device), "ranks": accelerator.num_processes,
-            "DDP": torch.distributed.is_initialized(),
-            "threads": torch.get_num_threads(), "versions": versions(SimpleNamespace(library="timm")),
-            "commit": commit(), "command": " ".join(["python scripts/benchmark.py", *sys.argv[1:]]),
-            "settings": cfg.model_dump()}
+    cells = [names, ["---"] * len(names), *([cell(row.get(name, "–")) for name in names] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
 
 
 def start(cfg: BenchmarkSettings) -> Accelerator:
-    """Sets threads and joins the ranks; raises ValueError for a GPU or a precision that this machine lacks."""
-    if cfg.threads is not None:
-        torch.set_num_threads(cfg.threads)
+    """Joins the ranks; raises ValueError for a GPU or a precision that this machine lacks."""
     accelerator = speed.make_accelerator(cfg.precision, cfg.grad_accum_steps, cfg.tf32, cfg.device == "cpu")
     if cfg.device == "cuda" and accelerator.device.type != "cuda":
         raise ValueError("device=cuda is asked for, but torch sees no GPU here: set device=cpu.")
-    if cfg.precision == "fp8" and cfg.mode == "sample":
-        raise ValueError("mode=sample precision=fp8: images are never sampled in float8, so set precision=bf16.")
     if cfg.precision == "fp8":
         speed.check_float8(accelerator.device)
     return accelerator
-
-
-def finish(cfg: BenchmarkSettings, record: dict) -> dict:
-    """Prints the table, and writes the record to <out>.json; returns it."""
-    record["finished"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    print(f"{cfg.backbone_type}, {cfg.tokens} tokens, {cfg.precision}, compile {cfg.compile}; {record['ranks']} × "
-          f"{record['device']}, torch {record['versions']['torch']}; commit {record['commit']}\n")
-    print(table(record["rows"]))
-    if products := record.get("matmul FLOP/s"):
-        rates = ", ".join(f"{rate / 1e12:.3g} at side {side}" for side, rate in products.items())
-        print(f"\nMatrix products, TFLOP/s: {rates}. MFU is the share of the best.")
-    if cfg.out:
-        out = Path(f"{cfg.out}.json")
-        out.parent.mkdir(parents=True, exist_ok=True)
-        files.write_text(out, json.dumps(record, indent=1))
-        print(f"\n{out}")
-    return record
-
-
-@contextlib.contextmanager
-def compiled_code_in(folder: str | None) -> Iterator[None]:
-    """Keeps compiled code in a folder, or in an empty one that goes, so that the first step includes compilation."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as empty:
-        cache = Path(folder or empty).resolve()
-        os.environ.update(TORCHINDUCTOR_CACHE_DIR=f"{cache}/inductor", TRITON_CACHE_DIR=f"{cache}/triton")
-        yield
 
 
 @contextlib.contextmanager
@@ -501,13 +354,25 @@ def attention_of(kind: str | None) -> Iterator[None]:
 
 @command("benchmark", BenchmarkSettings)
 def main(cfg: BenchmarkSettings) -> None:
-    with compiled_code_in(cfg.compile_cache), attention_of(cfg.attention):
+    measure = {"train": time_train, "sample": time_sample, "score": time_score}[cfg.mode]
+    with attention_of(cfg.attention):
         accelerator = start(cfg)
-        record = describe(cfg, accelerator) | MODES[cfg.mode](cfg, accelerator)
-        if accelerator.is_main_process:
-            finish(cfg, record)
-        if failed := [row["variant"] for row in record["rows"] if "failed" in row]:
-            raise ValueError(f"Failed: {', '.join(failed)}. The others were timed.")
+        record = {
+            "mode": cfg.mode, "device": device_name(accelerator.device), "tf32": multiplies_in_tf32(accelerator.device),
+            "ranks": accelerator.num_processes, "DDP": torch.distributed.is_initialized(),
+            "threads": torch.get_num_threads(), "torch": torch.__version__, "commit": commit(),
+            "command": " ".join(["python scripts/benchmark.py", *sys.argv[1:]]), "settings": cfg.model_dump(),
+            **measure(cfg, accelerator), "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+    if accelerator.is_main_process:
+        rates = ", ".join(f"{rate / 1e12:.3g} at side {side}" for side, rate in record["matmul FLOP/s"].items())
+        print(f"{cfg.backbone_type}, {cfg.tokens} tokens, {cfg.precision}, compile {cfg.compile}; {record['ranks']} × "
+              f"{record['device']}, torch {record['torch']}; commit {record['commit']}\n\n{table(record['rows'])}\n\n"
+              f"Matrix products, TFLOP/s: {rates}. MFU is the share of the best.")
+        if cfg.out:
+            files.write_text(Path(f"{cfg.out}.json"), json.dumps(record, indent=1))
+            print(f"\n{cfg.out}.json")
+    if failed := [row["variant"] for row in record["rows"] if "failed" in row]:
+        raise ValueError(f"Failed: {', '.join(failed)}. The others were timed.")
 
 
 if __name__ == "__main__":

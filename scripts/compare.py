@@ -4,7 +4,7 @@
     python scripts/compare.py a=a.jsonl b=b.jsonl c=runs/c-{0,1,2} d=runs/d-{0,1,2} pairs=a:b,c:d changes=true
     python scripts/compare.py runs/x out=curves                  one run: its losses and its scores
 
-out=x writes x.md, x.png and x.jsonl, the rows with their runs' settings. That file replaces the runs on any machine:
+out=x writes x.md, x.png and x.jsonl, the runs' settings and scores. That file replaces the runs on any machine:
 dit=x.jsonl, or x.jsonl for all of its variants. A run's folder is read without its weights. Runs of one seed are a
 pair: they saw the same images, noise and labels. Pairs are the first variant with each other one, or those of pairs=.
 changes=true adds the change of the difference from each pair to each later one. seconds=dit:0.21,tread:0.14 are those
@@ -39,20 +39,18 @@ from weights import checkpoint as checkpoints
 from weights.records import build_network, build_schedule
 
 AXES = {"images": "images seen", "seconds": "seconds of training", "flops": "training FLOPs"}
-# A score is flat, and its key is everything in it but these: place in training, value, cost, and where it was computed.
-FREE = {"variant", "seed", "step", "images", "flops", "seconds", "finished", "value", "precision", "recall", "study",
-        "in_training", "commit", "device", "torch", "batch_size", "processes", "multiply_adds_an_image", "source.step",
-        "source.weights_sha256", "source.in_training", "source.compiled", "source.evaluations", "extractor.weights"}
-# In rows before November 2026 the seeds of a variant may have been scored by different exports of one network: a table
-# has them all, and a pair is of one seed and the same files.
-FILES = ("extractor_sha256", "reference_sha256")
-WHERE = ("commit", "device", "torch", "versions.torch", *FILES)     # named where a table mixes them
+# What a row says of when, where and from which weights it was computed; all else in it is what was measured.
+WHERE = {"commit", "device", "batch_size", "processes", "finished", "source.step", "source.weights_sha256",
+         "source.in_training", "source.compiled", "source.evaluations", "extractor.weights"}
+# Named where a table mixes them. Before November 2026 several exports of one network scored a study.
+NAMED = ("commit", "device", "versions.torch", "extractor_sha256")
 MARK = "<!-- by scripts/compare.py -->\n"
 
-Run = dict[str, Any]                    # variant, seed, step, steps, settings by dotted key, history, scores, losses
-Measure = tuple[tuple[str, str], ...]   # what is held fixed: names and values
-Curves = dict[tuple, dict[int, dict]]   # scores of one variant by one measure: by seed and FILES, then by step
-Pair = tuple[str, ...]                  # of variants
+Run = dict[str, Any]            # variant, seed, step, steps, settings by dotted key, history, scores, losses
+Score = dict[str, Any]          # step, images, flops, value, precision, recall; measure, where: texts by dotted key
+Measure = frozenset[tuple[str, str]]            # what was measured: names and values
+Curves = dict[int, dict[int, Score]]            # of one variant by one measure: by seed, then by step
+Pair = tuple[str, str]                          # of variants
 
 # ---- what is read ---------------------------------------------------------------------------------------------------
 
@@ -86,7 +84,7 @@ def read_run(variant: str, folder: Path) -> Run:
     return run
 
 
-def score_of(row: dict, results: Path) -> dict:
+def score_of(row: dict[str, Any], results: Path) -> Score:
     """Returns the distance, precision and recall in a row of results.jsonl, and flat all that the row says of them."""
     metrics, source, guidance = row["metrics"], row["source"], row["source"].get("guidance")
     distance = next((metric for metric in metrics if metric == "fid" or metric.startswith("fd_")), None)
@@ -96,44 +94,27 @@ def score_of(row: dict, results: Path) -> dict:
     facts = {key: value for key, value in row.items() if key not in ("metrics", "images", "summary", "tag", "seconds")}
     # The run and the step name the checkpoint; its path is one of this machine.
     facts["source"] = {key: value for key, value in source.items() if key not in ("guidance", "checkpoint")}
+    flat = {key: as_text(value) for key, value in leaves(facts).items()}
+    # Known by its content.
+    hashed = {f"{key.removesuffix('sha256')}path" for key, text in flat.items()
+              if key.endswith(".sha256") and text != "null"}
+    where = {key: flat.pop(key) for key in [*flat]
+             if key in WHERE | hashed or key.startswith(("versions.", "source.multiply_adds."))}
     words = guidance and ", ".join(f"{key} {as_text(value)}" for key, value in guidance.items()
                                    if value is not None and value is not False)
-    # Rows before December 2026 name features of a TorchScript file by its kind.
-    metric = f"fd_{Path(row['extractor']['weights']).stem}" if distance == "fd_torchscript" else distance
-    return {"metric": metric, "value": metrics[distance], "precision": metrics.get("precision"),
-            "recall": metrics.get("recall"), "num_samples": row["images"], "guidance": words or "unguided",
-            **leaves(facts)}
+    return {"value": metrics[distance], "precision": metrics.get("precision"), "recall": metrics.get("recall"),
+            "measure": {"metric": distance, "num_samples": str(row["images"]), "guidance": words or "unguided", **flat},
+            "where": where}
 
 
 def read_file(path: Path) -> list[Run]:
-    """Reads a file of rows: what all scores have in common, then the runs, then the scores."""
-    runs: dict[tuple, Run] = {}
-    common: dict = {}
-    with as_recorded(path):
-        rows = read_rows(path)
-        if len(rows) < len(path.read_text(encoding="utf-8").splitlines()):
-            raise ValueError(f"{path} is damaged, as not each of its lines is JSON: copy it again.")
-        for row in rows:
-            of = row.get("variant"), row.get("seed")
-            if "settings" in row:
-                runs[of] = row | {"scores": []}
-            elif "common" in row:
-                common = row["common"]
-            elif of not in runs:
-                raise ValueError(f"{path} has a row without its run: give folders of runs, or files that compare.py "
-                                 f"has written.")
-            else:
-                runs[of]["scores"].append(common | row)
-    return [*runs.values()]
-
-
-def write_file(path: Path, runs: list[Run]) -> None:
-    scores = [score | {"variant": run["variant"], "seed": run["seed"]} for run in runs for score in run["scores"]]
-    common = {key: value for key, value in (scores[0] if scores else {}).items()
-              if key not in ("variant", "seed") and all(key in score and score[key] == value for score in scores)}
-    lines = [{"common": common}, *({key: run[key] for key in run if key not in ("scores", "losses")} for run in runs),
-             *({key: score[key] for key in score if key not in common} for score in scores)]
-    write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    """Reads a file that main has written, a line for each run, with its scores; raises ValueError for another file."""
+    runs = read_rows(path)
+    if len(runs) < len(path.read_text(encoding="utf-8").splitlines()):
+        raise ValueError(f"{path} is damaged, as not each of its lines is JSON: copy it again.")
+    if any("scores" not in run for run in runs):
+        raise ValueError(f"{path} has a row without its run: give folders of runs, or files of compare.py.")
+    return runs
 
 
 # ---- what may be compared -------------------------------------------------------------------------------------------
@@ -144,14 +125,10 @@ def name_of(run: Run) -> str:
 
 
 def differing(one: Run, other: Run, *more: str) -> list[str]:
-    """Describes in which of the settings that tell runs apart, and of `more`, two runs differ.
-
-    Where one of the runs has recorded only what was typed, settings that both have recorded.
-    """
-    sides, like = (one["settings"], other["settings"]), one.get("typed") == other.get("typed")
-    keys = set.union(*map(set, sides)) if like else set.intersection(*map(set, sides))
-    values = {key: [side.get(key, "<not set>") for side in sides] for key in sorted(keys - {"seed"})
-              if tells_runs_apart(key) or key in more}
+    """Describes in which of the settings that tell runs apart, and of `more`, two runs differ."""
+    sides = one["settings"], other["settings"]
+    keys = sorted(key for key in {*sides[0], *sides[1]} - {"seed"} if tells_runs_apart(key) or key in more)
+    values = {key: [side.get(key, "<not set>") for side in sides] for key in keys}
     return [f"{key} ({as_text(here)} and {as_text(there)})" for key, (here, there) in values.items() if here != there]
 
 
@@ -179,35 +156,22 @@ def comparable(runs: list[Run]) -> tuple[list[Run], list[str]]:
         f"{run['steps'] or '?'} steps." for run in short]
 
 
-def measure_of(score: dict, *but: str) -> Measure:
-    """Returns a score's key, without `but`."""
-    def is_free(name: str) -> bool:
-        hashed = name.endswith(".path") and score.get(f"{name.removesuffix('path')}sha256")  # known by its content
-        return name in FREE or name in but or name.startswith(("versions.", "source.multiply_adds.")) or bool(hashed)
-
-    return tuple(sorted((name, as_text(value)) for name, value in score.items() if not is_free(name)))
-
-
 def by_measure(runs: list[Run]) -> dict[Measure, dict[str, Curves]]:
     """Groups scores by measure, variant, seed and step; raises ValueError for two that nothing tells apart."""
-    groups: dict = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
+    groups: dict[Measure, dict[str, Curves]] = defaultdict(lambda: defaultdict(lambda: defaultdict(dict)))
     for run in runs:
         for score in sorted(run["scores"], key=lambda score: score["step"]):
-            curve = groups[measure_of(score, *FILES)][run["variant"]][run["seed"], *map(score.get, FILES)]
+            curve = groups[frozenset(score["measure"].items())][run["variant"]][run["seed"]]
             seconds = {"seconds": run["sec_per_step"] * score["step"]} if "sec_per_step" in run else {}
             before = curve.setdefault(score["step"], score | seconds)
             if before["value"] != score["value"]:
-                raise ValueError(f"{name_of(run)} has two scores at step {score['step']} ({score['metric']} "
+                raise ValueError(f"{name_of(run)} has two scores at step {score['step']} ({score['measure']['metric']} "
                                  f"{before['value']:g} and {score['value']:g}) that differ in nothing that was asked "
                                  f"for: move one row out of its results.jsonl.")
-    return dict(sorted(groups.items()))
+    return dict(sorted(groups.items(), key=lambda group: sorted(group[0])))
 
 
 # ---- pairs ----------------------------------------------------------------------------------------------------------
-
-
-def name_of_pair(pair: Pair) -> str:
-    return " − ".join(reversed(pair))
 
 
 class Difference(NamedTuple):
@@ -217,7 +181,7 @@ class Difference(NamedTuple):
     axis: str
     place: float
     images: int | None                      # seen by the second variant; None: it was not scored here
-    values: dict[int, tuple[float, ...]]    # of the first and the second, by seed
+    values: dict[int, tuple[float, float]]  # of the first and the second, by seed
 
     @property
     def apart(self) -> list[float]:
@@ -245,8 +209,8 @@ def compared(variants: dict[str, Curves], pair: Pair) -> Iterator[Difference]:
                         for side in (first, second)] for seed in seeds}
         images = {score.get(axis): score["images"] for seed in seeds for score in second[seed].values()}
         for place in sorted({place for sides in lines.values() for line in sides for place in line}):
-            values = {seed: tuple(on_line(line, place) for line in sides) for seed, sides in lines.items()
-                      if all(line and min(line) <= place <= max(line) for line in sides)}
+            values = {seed: (on_line(one, place), on_line(other, place)) for seed, (one, other) in lines.items()
+                      if one and other and max(min(one), min(other)) <= place <= min(max(one), max(other))}
             if values:
                 yield Difference(pair, axis, place, images.get(place), values)
 
@@ -263,6 +227,10 @@ def interval(differences: list[float]) -> tuple[float, float] | None:
 
 
 # ---- the page -------------------------------------------------------------------------------------------------------
+
+
+def name_of_pair(pair: Pair) -> str:
+    return " − ".join(reversed(pair))
 
 
 def difference_of(differences: list[float]) -> str:
@@ -295,14 +263,30 @@ def table(columns: list[str], rows: list[list[str]]) -> list[str]:
     return ["", *(f"| {' | '.join(row)} |" for row in [columns, ["---"] * len(columns), *rows])] if rows else []
 
 
+def changes(found: list[Difference], pairs: list[Pair]) -> list[list[str]]:
+    """Lists by how much the difference changes from each pair to each later one, of the same seed.
+
+    The places of two pairs are those where their second variants had seen as many images.
+    """
+    places = {(each.pair, each.axis, each.images): each.values for each in found if each.images}
+    rows = []
+    for one, other in itertools.combinations(pairs, 2):
+        for (pair, axis, images), here in places.items():
+            there = places.get((other, axis, images), {}) if pair == one else {}
+            if shared := sorted(here.keys() & there.keys()):
+                change = [there[seed][1] - there[seed][0] - (here[seed][1] - here[seed][0]) for seed in shared]
+                rows.append([name_of_pair(one), name_of_pair(other), AXES[axis], f"{images:,}", difference_of(change)])
+    return rows
+
+
 def page(runs: list[Run], notes: list[str], pairs: list[Pair], with_changes: bool) -> str:
     """Writes Markdown: what pairs differ in; for each measure what is held fixed, the scores and the differences."""
     names, tables, made = [*dict.fromkeys(run["variant"] for run in runs)], [], set()
     for measure, variants in by_measure(runs).items():
         fixed = ", ".join(f"{name.removeprefix('source.')} {value[:8] if 'sha256' in name else value}"
-                          for name, value in measure if value != "null")
+                          for name, value in sorted(measure) if value != "null")
         scores = [score for curves in variants.values() for curve in curves.values() for score in curve.values()]
-        mixed = [name for name in WHERE if len({score.get(name) for score in scores}) > 1]
+        mixed = [name for name in NAMED if len({score["where"].get(name) for score in scores}) > 1]
         steps = sorted({score["step"] for score in scores})
         found = [each for pair in pairs for each in compared(variants, pair)]
         rows = [[name_of_pair(each.pair), AXES[each.axis], each.label,
@@ -315,39 +299,23 @@ def page(runs: list[Run], notes: list[str], pairs: list[Pair], with_changes: boo
                           [[name, *(score_at(step, variants[name]) for step in steps)] for name in names
                            if name in variants]),
                    *table(["a − b", "at equal", "", "a", "b", "difference (95 %)", "lower"], rows),
-                   *(changes(found, pairs) if with_changes else [])]
+                   *table(["change from", "to", "at equal", "images seen", "change (95 %)"],
+                          changes(found, pairs) if with_changes else [])]
         made |= {each.pair for each in found}
     for pair in pairs:
         one, other = ([run for run in runs if run["variant"] == name] for name in pair)
         settings = differing(one[0], other[0], "steps", "init_from", "data.path")
         notes = [*notes, f"{' and '.join(pair)} differ in {', '.join(settings) or 'no setting'}."]
         if pair not in made:
-            keys = itertools.product(*([{*measure_of(score)} for run in side for score in run["scores"]]
+            keys = itertools.product(*([score["measure"].items() for run in side for score in run["scores"]]
                                        for side in (one, other)))
-            apart = min(({name for name, _ in here ^ there} for here, there in keys), key=len, default=())
+            apart = min(({name for name, _ in here ^ there} for here, there in keys), key=len, default=set())
             notes.append(f"Not compared: scores of {' and '.join(pair)}, which differ in "
                          f"{', '.join(sorted(apart)) or 'seeds or steps'}.")
     return "\n".join([f"{MARK}# {', '.join(names)}", "", *(f"* {note}" for note in dict.fromkeys(notes)), "",
                       "Mean ± standard deviation over n seeds (of n − 1); lower is better. A variant is lower if the "
                       "95 % t interval of the paired differences excludes 0. Between two scores, values are "
                       "interpolated on a log scale.", *tables]) + "\n"
-
-
-def changes(found: list[Difference], pairs: list[Pair]) -> list[str]:
-    """Tabulates by how much the difference changes from each pair to each later one, of the same seed.
-
-    The places of two pairs are those where their second variants had seen as many images.
-    """
-    places = {(each.pair, each.axis, each.images): each.values for each in found if each.images}
-    rows = []
-    for one, other in itertools.combinations(pairs, 2):
-        for (pair, axis, images), here in places.items():
-            there = places.get((other, axis, images), {}) if pair == one else {}
-            if shared := sorted(here.keys() & there.keys()):
-                change = [there[seed][1] - there[seed][0] - (here[seed][1] - here[seed][0]) for seed in shared]
-                rows.append([name_of_pair(one), name_of_pair(other), AXES[axis], f"{images:,}",
-                             difference_of(change)])
-    return table(["change from", "to", "at equal", "images seen", "change (95 %)"], rows)
 
 
 # ---- the figure -----------------------------------------------------------------------------------------------------
@@ -359,20 +327,19 @@ def draw(runs: list[Run], pairs: list[Pair]) -> "Figure":
     from matplotlib.ticker import LogFormatter
 
     groups, trained = by_measure(runs), [run for run in runs if run.get("losses")]
-    found = {pair: max(([measure, *compared(variants, pair)] for measure, variants in groups.items()), key=len)
-             for pair in pairs if groups}
-    shown = dict.fromkeys((measure, name) for pair, (measure, *_) in found.items() for name in pair) or [
+    best = {pair: max(groups, key=lambda measure: len([*compared(groups[measure], pair)])) for pair in pairs if groups}
+    found = [each for pair, measure in best.items() for each in compared(groups[measure], pair)]
+    shown = dict.fromkeys((measure, name) for pair, measure in best.items() for name in pair) or [
         (measure, name) for measure, variants in groups.items() for name in variants]
-    panels = [[each for _, *places in found.values() for each in places if each.axis == axis] for axis in AXES]
-    panels = [panel for panel in panels if panel]
+    panels = [panel for axis in AXES if (panel := [each for each in found if each.axis == axis])]
     columns, height = bool(trained) + 1 + len(panels), max([4, *(1.3 + 0.16 * len(panel) for panel in panels)])
     figure = Figure(figsize=(4.8 * columns, height), layout="constrained", dpi=110)
     plots = iter(figure.subplots(1, columns, squeeze=False)[0])
     if trained:
-        losses, names = next(plots), [*dict.fromkeys(run["variant"] for run in runs)]
+        losses = next(plots)
         for run in trained:
-            losses.plot(*zip(*((row["step"], row["loss"]) for row in run["losses"]), strict=True), linewidth=0.8,
-                        color=f"C{names.index(run['variant']) % 10}", label=name_of(run)[:-1])
+            losses.plot([row["step"] for row in run["losses"]], [row["loss"] for row in run["losses"]], linewidth=0.8,
+                        label=name_of(run)[:-1])
         losses.set(xlabel="step", ylabel="training loss (a routed run's is higher)")
         losses.legend(fontsize="x-small")
     scores = next(plots)
@@ -403,8 +370,8 @@ def draw(runs: list[Run], pairs: list[Pair]) -> "Figure":
 
 def refuse_to_replace(out: str, runs: list[Run]) -> None:
     """Raises ValueError if out= would replace files of others, or rows of runs that are not given."""
-    text, rows, figure = (Path(out + ending) for ending in (".md", ".jsonl", ".png"))
-    if not text.read_text(encoding="utf-8").startswith(MARK) if text.is_file() else figure.exists():
+    text, rows = Path(f"{out}.md"), Path(f"{out}.jsonl")
+    if not text.read_text(encoding="utf-8").startswith(MARK) if text.is_file() else Path(f"{out}.png").exists():
         raise ValueError(f"out={out} would replace files that compare.py did not write: set another.")
     for run in read_file(rows) if rows.exists() else ():
         if run["scores"] and name_of(run) not in map(name_of, runs):
@@ -421,7 +388,8 @@ def main(parser: argparse.ArgumentParser) -> None:
         if variant in ("out", "pairs", "changes", "seconds"):
             options[variant] = place
         elif (path := as_path(place)).is_file():
-            found = [run for run in read_file(path) if variant in ("", run["variant"])]
+            with as_recorded(path):
+                found = [run for run in read_file(path) if variant in ("", run["variant"])]
             if not found:
                 raise ValueError(f"{path} has no runs of {variant}: name one of its variants, or give the file alone.")
             runs += found
@@ -432,9 +400,9 @@ def main(parser: argparse.ArgumentParser) -> None:
             run |= {"sec_per_step": float(seconds)} if run["variant"] == name else {}
     finished, notes = comparable(runs) if len(runs) > 1 else (runs, [])
     names = [*dict.fromkeys(run["variant"] for run in finished)]
-    pairs = [tuple(text.split(":")) for text in options["pairs"].split(",")] if "pairs" in options else [
-        (names[0], name) for name in names[1:]]
-    if wrong := [pair for pair in pairs if len(pair) != 2 or not {*pair} <= {*names}]:
+    given = options.get("pairs", ",".join(f"{names[0]}:{name}" for name in names[1:]) if names else "")
+    pairs = [(one, other) for one, _, other in (text.partition(":") for text in given.split(",") if text)]
+    if wrong := [pair for pair in pairs if not {*pair} <= {*names}]:
         raise ValueError(f"pairs={':'.join(wrong[0])}: write pairs=a:b,c:d with variants that have a finished run: "
                          f"{', '.join(names) or 'none has'}.")
     text = page(finished, notes, pairs, options.get("changes") == "true")
@@ -442,7 +410,8 @@ def main(parser: argparse.ArgumentParser) -> None:
     if "out" in options:
         out = str(as_path(options["out"]))
         refuse_to_replace(out, runs)
-        write_file(Path(f"{out}.jsonl"), finished)
+        rows = [{key: value for key, value in run.items() if key != "losses"} for run in finished]
+        write_text(Path(f"{out}.jsonl"), "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         write_text(Path(f"{out}.md"), text)
         with atomic_write(Path(f"{out}.png")) as partial:
             draw(finished, pairs).savefig(partial, format="png")

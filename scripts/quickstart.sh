@@ -23,32 +23,22 @@ if [ ! $reference -nt $data/metadata.json ]; then
 fi
 printf '\n3/3  Trains, and scores the untrained and the trained network: 2 to 4 minutes on two cores.\n'
 python train.py experiment=quickstart model="$model" evaluate.every=1000000 evaluate.reference=$reference
-python scripts/compare.py "$run" out="$run/curves" > /dev/null
+printf '\nFréchet distance to the training set, of images averaged to 8x8 pixels (no FID; not comparable between data sets):\n'
+python scripts/compare.py "$run" out="$run/curves" | grep '^|'
 
-python - "$run" <<'PYTHON'
-import json, sys
-from pathlib import Path
+own="autoencoder=identity resolution=32" launch=python size=small_cpu
+if python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    own="autoencoder=sd_vae_ema resolution=256" launch="accelerate launch" size=small
+fi
+cat <<END
 
-import torch
-
-run = Path(sys.argv[1])
-rows = [json.loads(line) for line in open(run / "results.jsonl")]
-scores = {row["source"]["step"]: next(iter(row["metrics"].items())) for row in rows if row["source"].get("in_training")}
-(name, untrained), (_, trained) = scores[0], scores[max(scores)]
-own, launch, size = "autoencoder=identity resolution=32", "python", "small_cpu"
-if torch.cuda.is_available():
-    own, launch, size = "autoencoder=sd_vae_ema resolution=256", "accelerate launch", "small"
-print(f"""
-Fréchet distance to the training set, of images averaged to 8x8 pixels ({name}, {rows[0]["images"]} images; no FID, and
-not comparable between data sets): untrained {untrained:.2f}, trained {trained:.2f}
-
-The pictures:       {max(run.glob("samples/step-*.png"))} (one row a class; those of earlier steps lie in its folder)
-The curves:         {run}/curves.png (loss and score; tensorboard --logdir runs shows them of all runs)
-The numbers:        {run}/metrics.jsonl and results.jsonl
+The pictures:       $(ls "$run"/samples/step-*.png | tail -n 1) (one row a class; those of earlier steps lie in its folder)
+The curves:         $run/curves.png (loss and score; tensorboard --logdir runs shows them of all runs)
+The numbers:        $run/metrics.jsonl and results.jsonl
 Next:
   source .venv/bin/activate
   bash scripts/quickstart.sh model=dit                                    the same without routing
-  python sample.py checkpoint={run} classes=ring guidance=cfg scale=2
-  {launch} scripts/prepare_latents.py source=<folder or zip of class folders> out=data/mine {own}
-  {launch} train.py experiment={size} data.path=data/mine name=mine""")
-PYTHON
+  python sample.py checkpoint=$run classes=ring guidance=cfg scale=2
+  $launch scripts/prepare_latents.py source=<folder or zip of class folders> out=data/mine $own
+  $launch train.py experiment=$size data.path=data/mine name=mine
+END

@@ -123,10 +123,10 @@ def commits_of(rows: object) -> set[str | None]:
                                   *sorted((ROOT / "docs/results").rglob("study.jsonl"))],
                          ids=lambda file: f"{file.parent.name}/{file.name}")
 def test_each_file_of_results_has_commits(file):
-    rows = list(map(json.loads, file.read_text().splitlines())) if file.suffix == ".jsonl" else json.loads(
-        file.read_text())
-    commits, common = commits_of(rows), rows[0]["common"] if isinstance(rows, list) else {}
-    assert all((common | row).get("commit") for row in rows if isinstance(row, dict) and "value" in row)
+    text = file.read_text()
+    rows = [json.loads(line) for line in (text.splitlines() if file.suffix == ".jsonl" else [text])]
+    assert all(score["where"]["commit"] for row in rows if "settings" in row for score in row.get("scores", ()))
+    commits = set().union(*map(commits_of, rows))
     assert commits and all(re.fullmatch(r"[0-9a-f]{12,40}(-dirty)?", str(commit)) for commit in commits)
 
 

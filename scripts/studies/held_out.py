@@ -2,7 +2,7 @@
 
     python scripts/studies/held_out.py runs/emoji-* --data data/emoji data/emoji-held-out --out losses.jsonl
 
-Appends {run, step, images, losses: {folder: {EDM's sigma or flow matching's t: loss}}} for each checkpoint without one.
+Appends {run, step, images, losses: {folder: {sigma: loss}}} for each checkpoint without one.
 """
 
 import argparse
@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from edm import EDM
 from latents.folder import Latents, open_latents
 from latents.loader import to_latent
-from rf import RF
 from runtime.command import program
 from runtime.files import append_row, read_rows
 from runtime.schema import as_path
@@ -25,21 +25,21 @@ from weights.loading import Trained, load_trained
 
 @torch.no_grad()
 def losses(trained: Trained, latents: Latents, count: int) -> dict[str, float]:
-    """Returns the mean loss at each level; image i meets the same noise at every level and in every network."""
-    stored, labels = latents.read(np.linspace(0, latents.count - 1, count).round().astype(int))
-    names = latents.class_names or [*map(str, range(latents.num_classes))]      # imported latents have no names
-    if unknown := {*names} - {*(known := trained.class_names or names)}:
+    """Returns the mean loss at each sigma; image i meets the same noise at every sigma and in every network."""
+    names, known = latents.class_names or [], trained.class_names or []
+    if unknown := {*names} - {*known}:
         raise ValueError(f"A folder of --data has classes that the run's data lack: {', '.join(sorted(unknown))}.")
+    if not isinstance(trained.diffusion, EDM):
+        raise ValueError("The losses are those of EDM: leave runs of flow matching out.")
+    stored, labels = latents.read(np.linspace(0, latents.count - 1, count).round().astype(int))
     y = torch.tensor([known.index(name) for name in names])[torch.from_numpy(labels).long()]
     torch.manual_seed(0)    # of moments
     x = to_latent(torch.from_numpy(stored), latents.kind)
     eps = torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
-    name, levels = (("t", (0.1, 0.3, 0.5, 0.7, 0.9)) if isinstance(trained.diffusion, RF) else
-                    ("sigma", (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)))
-    return {f"{level:g}": torch.cat([
-        trained.diffusion.loss(trained.net, *part, **{name: torch.full((len(noise),), level)}, eps=noise)
-        for *part, noise in zip(*(values.split(64) for values in (x, y, eps)), strict=True)]).mean().item()
-        for level in levels}
+    return {f"{sigma:g}": torch.cat([
+        trained.diffusion.loss(trained.net, x, y, sigma=torch.full((len(x),), sigma), eps=eps)
+        for x, y, eps in zip(x.split(64), y.split(64), eps.split(64), strict=True)]).mean().item()
+        for sigma in (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)}
 
 
 @program
@@ -49,8 +49,8 @@ def main(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=as_path, required=True)
     given = parser.parse_args()
     sets = {folder: open_latents(folder) for folder in given.data}
+    count = min(latents.count for latents in sets.values())
     for folder in (folder for run in given.runs for folder in checkpoints.all_steps(run)):
-        count = min(latents.count for latents in sets.values())
         row = {"run": folder.parents[1].name, "step": checkpoints.step_of(folder), "images": count}
         if not any(row.items() <= old.items() for old in read_rows(given.out)):
             trained = load_trained(str(folder))

@@ -1,26 +1,21 @@
 #!/usr/bin/env bash
 # Does a route pay after longer training? Dense against TREAD (2→8, ratio 0.5) on CIFAR-10 with mirrored copies, for 20
-# epochs of the 50,000 images and, one pair, for 80. Width 64, depth 12, 0.9M parameters, 64 tokens, as in
-# when_it_pays.sh. Results: docs/results.md. Hours are of one quiet core: 0.17 s a dense step, 0.13 a routed one.
+# epochs of the 50,000 images and, one pair, for 80. Width 64, depth 12, 64 tokens, as in when_it_pays.sh.
 # Written before the first result:
 # * Learning rate: AdamW at 5e-4, 1e-3, 2e-3 and 4e-3, seed 0, 3,124 steps (2 epochs), for each of the two networks; the
-#   rate with the lowest distance of 1,000 images is that network's in all that follows (1 hour). Found since: dense
-#   29.9, 21.5, 18.7, 16.3 and TREAD 31.5, 24.2, 21.6, 19.9, so 4e-3 for both.
-# * Question 1, length: three seeds of 31,240 steps (20 epochs), scored after each epoch (8 hours). The verdict is at 20
-#   epochs, of 5,000 images, by the 95 % t-interval of the paired difference TREAD - dense. The route pays at equal
-#   images if the interval is below 0, costs if it is above 0, and is undecided otherwise; its lower end says how large
-#   a gain is excluded. At equal FLOPs the same, of 1,000 images, dense interpolated between its epochs. Length favours
-#   the route if the difference at 20 epochs minus that at 2 (1,000 images) has an interval below 0.
-# * A dense last part: TREAD, dense for the last 15 % of the 20 epochs, against the same dense runs (5 hours).
+#   rate with the lowest distance of 1,000 images is that network's in all that follows. Found since: dense 29.9, 21.5,
+#   18.7, 16.3 and TREAD 31.5, 24.2, 21.6, 19.9, so 4e-3 for both.
+# * Question 1, length: three seeds of 31,240 steps (20 epochs), scored after each epoch. The verdict is at 20 epochs, of
+#   5,000 images, by the 95 % t-interval of the paired difference TREAD - dense. The route pays at equal images if the
+#   interval is below 0, costs if it is above 0, and is undecided otherwise; its lower end says how large a gain is
+#   excluded. At equal FLOPs the same, of 1,000 images, dense interpolated between its epochs. Length favours the route
+#   if the difference at 20 epochs minus that at 2 (1,000 images) has an interval below 0.
+# * A dense last part: TREAD, dense for the last 15 % of the 20 epochs, against the same dense runs.
 # * Question 2, the report in CompVis/tread issue 11: flow matching, one seed of 20 epochs, with and without a route;
-#   each sampled dense and by sample_tread, at scales 1 and 1.5 (2.6 hours). The report is seen here if, of 5,000
-#   images, routed and sampled dense < never routed, and both < sample_tread. Found since: 8.2 routed and sampled dense,
-#   6.5 never routed, 8.5 and 8.4 routed by sample_tread.
-# * One pair to 80 epochs, at the constant rate (10 hours). Found since: in fp32 9 to 15 hours, by machine. A pair was
-#   stopped after 30 epochs (rows dit-80-fp32 and tread-80-fp32). So in bf16, with TORCHINDUCTOR_CPP_WRAPPER=1,
-#   TORCHINDUCTOR_CPP_USE_DECOMPOSE_TANH=1 and TORCHINDUCTOR_CPP_ENABLE_FLOATING_POINT_CONTRACT_FLAG=fast, at c967f56,
-#   which computes attention in parts: 4 hours of a core. Scored after 5 epochs and after every tenth.
-# * 1,024 tokens (patch 1): left out; a step takes 16 to 20 times as long, 60 hours of a core for one pair of 20 epochs.
+#   each sampled dense and by sample_tread, at scales 1 and 1.5. The report is seen here if, of 5,000 images, routed and
+#   sampled dense < never routed, and both < sample_tread. Found since: 8.2, 6.5, and 8.5 and 8.4.
+# * One pair to 80 epochs, at the constant rate. Found since: a pair in fp32 was stopped after 30 epochs (rows
+#   dit-80-fp32 and tread-80-fp32), so in bf16, at c967f56. Scored after 5 epochs and after every tenth.
 . "$(dirname "$0")/common.sh"
 run() { train_and_score "$1" 1562 $cifar model="$2" seed="$3" optimizer.lr="$4" steps="$5" "${@:6}"; }
 for lr in 5e-4 1e-3 2e-3 4e-3; do for model in dit tread; do run lr-$lr-$model-seed0 $model 0 $lr 3124; done; done

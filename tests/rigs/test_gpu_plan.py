@@ -4,12 +4,13 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import ROOT
 
 pytestmark = [pytest.mark.rig, pytest.mark.timeout(0)]
-OFFICIAL = {  # what scripts/studies/benchmark_official.py calls
+OFFICIAL = {  # what scripts/studies/official.py calls
     "dit.py": """
 from torch import nn
 
@@ -40,14 +41,18 @@ def update_ema(ema, net):
 }
 
 
-def test_every_part_of_the_plan_for_a_gpu_runs_in_a_rehearsal(tmp_path):
-    (tmp_path / "official/utils").mkdir(parents=True)
+def write_official(folder: Path) -> Path:
+    (folder / "utils").mkdir(parents=True)
     for name, source in OFFICIAL.items():
-        (tmp_path / "official" / name).write_text(source)
+        (folder / name).write_text(source)
+    return folder
+
+
+def test_every_part_of_the_plan_for_a_gpu_runs_in_a_rehearsal(tmp_path):
     ended = subprocess.run(
         ["bash", ROOT / "scripts/studies/benchmark_gpu.sh"], capture_output=True, text=True, check=False,
         env=os.environ | {"REHEARSAL": "1", "PYTHON": sys.executable, "OUT": str(tmp_path / "out"),
-                          "OFFICIAL": str(tmp_path / "official")})
+                          "OFFICIAL": str(write_official(tmp_path / "official"))})
     assert ended.returncode == 0 and "All parts are in" in ended.stdout, ended.stdout[-3000:]
     records = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "out").glob("*.json")}
     assert {*records} == {

@@ -1,11 +1,8 @@
 """scripts/slurm.sh, against mocks of Slurm's commands."""
 
-import contextlib
 import json
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 
@@ -67,17 +64,8 @@ def slurm(tmp_path):
             "OMP_NUM_THREADS": "1", **more}
         return subprocess.Popen(["bash", ROOT / "scripts/slurm.sh", *command], env=env, stdout=subprocess.PIPE,
                                 stderr=subprocess.STDOUT, text=True)
-    start.job = free_job()
+    start.job = str(os.getpid())
     return start
-
-
-def free_job() -> str:
-    """The number of a job whose port, which follows from it, is free."""
-    while True:
-        job = random.randrange(10**7)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("localhost", 20_000 + job % 20_000))
-            return str(job)
 
 
 def given_to(job, tmp_path, *ranks):
@@ -108,18 +96,16 @@ def test_a_job_that_is_stopped_and_saves_goes_back_into_the_queue_and_no_other(
     assert not requeued.exists() or requeued.read_text() == f"{slurm.job}\n"
 
 
-def test_ranks_of_two_nodes_know_their_local_rank(slurm, tmp_path):
-    job = slurm(4, tmp_path / "program.py", "done", SLURM_NNODES="2", SLURM_CPUS_PER_TASK="8")
+@pytest.mark.parametrize(("ranks", "more", "given"), [
+    ((0, 1, 2, 3), {"SLURM_NNODES": "2", "SLURM_CPUS_PER_TASK": "8"}, ["done"]),
+    (("none",), {"SLURM_ARRAY_TASK_ID": "5"}, ["done", "seed=5"]),
+])
+def test_ranks_know_their_place_one_task_is_no_world_and_that_of_an_array_gets_its_number_as_the_seed(
+        slurm, tmp_path, ranks, more, given):
+    job = slurm(len(ranks), tmp_path / "program.py", "done", **more)
     assert job.wait(PATIENCE) == 0, job.stdout.read()
-    ranks, port = given_to(job, tmp_path, *range(4)), str(20_000 + int(slurm.job) % 20_000)
-    assert [(rank["LOCAL_RANK"], rank["LOCAL_WORLD_SIZE"], rank["WORLD_SIZE"]) for rank in ranks] == [
-        ("0", "2", "4"), ("1", "2", "4"), ("0", "2", "4"), ("1", "2", "4")]
-    assert {(rank["SRUN_CPUS_PER_TASK"], rank["MASTER_ADDR"], rank["MASTER_PORT"])
-            for rank in ranks} == {("8", "localhost", port)}
-
-
-def test_a_task_of_an_array_gets_its_number_as_the_seed_and_one_task_is_no_world(slurm, tmp_path):
-    job = slurm(1, tmp_path / "program.py", "done", SLURM_ARRAY_TASK_ID="5")
-    assert job.wait(PATIENCE) == 0, job.stdout.read()
-    [given] = given_to(job, tmp_path, "none")
-    assert given["given"] == ["done", "seed=5"] and given["WORLD_SIZE"] is None
+    told, port = given_to(job, tmp_path, *ranks), str(20_000 + int(slurm.job) % 20_000)
+    assert [(rank["LOCAL_RANK"], rank["LOCAL_WORLD_SIZE"], rank["WORLD_SIZE"]) for rank in told] == (
+        [("0", "2", "4"), ("1", "2", "4")] * 2 if len(ranks) > 1 else [(None, None, None)])
+    assert all(rank["given"] == given and rank["SRUN_CPUS_PER_TASK"] == more.get("SLURM_CPUS_PER_TASK")
+               and (rank["MASTER_ADDR"], rank["MASTER_PORT"]) == ("localhost", port) for rank in told)
