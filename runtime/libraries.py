@@ -4,6 +4,7 @@ Nothing else touches either, but for `routed/`, which stands alone.
 """
 
 import contextlib
+import logging
 import os
 import struct
 import sys
@@ -40,6 +41,8 @@ def prepare_compiler() -> None:
     torch._dynamo.config.optimize_ddp = False
     # On a CPU, GELU's tanh takes a tenth of a step less as exponentials than by the compiler's default.
     torch._inductor.config.cpp.use_decompose_tanh = True
+    # A torch that is built for CUDA would warn that there is none, where it compiles for a CPU.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     remove_unfinished_libraries()
 
 
