@@ -16,12 +16,11 @@ from runtime import files
 from runtime.command import command
 from runtime.device import join_ranks
 from runtime.schema import refuse
-from sampling.generate import SAMPLING_VERSION, gathered, generate
+from sampling.generate import SAMPLING_VERSION, compile_to_sample, gathered, generate
 from sampling.grids import GridSettings, default_grid
 from sampling.opening import Sampling, open_sampling
 from sampling.options import check_guided, labels_of, parse_seeds
 from sampling.pictures import check_file, check_folder, write_grid, write_npz, write_pngs
-from training import speed
 
 
 class SampleSettings(GridSettings):
@@ -67,7 +66,7 @@ def main(cfg: SampleSettings) -> None:
     out = Path(cfg.out) if cfg.out else default_grid(cfg, "sample", trained)
     if kind and not cfg.overwrite:
         check_file(out, "name another, or replace it with overwrite=true")
-    speed.compile_to_sample(trained.net, sampling.sampler.guidance, cfg.compile, len(seeds), state.device)
+    compile_to_sample(trained.net, sampling.sampler.guidance, cfg.compile, len(seeds), state.device)
     labels = labels_of(seeds, sampling.classes)
     batches = generate(state, trained.net, sampling.sampler, sampling.decode, seeds, labels,
                        batch_size=cfg.batch_size, precision=cfg.precision, progress="sampling")

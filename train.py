@@ -33,7 +33,7 @@ from objectives import DiffusionLoss
 from runtime import files, libraries, ranks, sharding
 from runtime.command import command
 from runtime.schema import as_text, typed
-from sampling.generate import gathered, generate
+from sampling.generate import compile_to_sample, gathered, generate
 from sampling.options import labels_of
 from sampling.pictures import write_grid
 from sampling.sampler import Sampler
@@ -319,13 +319,13 @@ def main(cfg: TrainSettings) -> None:
     # ---- speed is added from outside: `run.model` is still the plain network, and is what is saved
     if cfg.activation_checkpointing:
         speed.recompute_activations(run.model)
-    speed.compile_blocks(run.model, cfg.compile)
+    libraries.compile_blocks(run.model, cfg.compile)
     recorded = record_passes(run.objective, cfg.compile, device, cfg.grad_accum_steps)
     wrapped = speed.replicate(accelerator, recorded, sharded=cfg.sharding == "fsdp")
     run.optimizer = accelerator.prepare(run.optimizer)
     update = record_update(accelerator, run.optimizer, cfg.compile, cfg.grad_accum_steps)
     for name in cfg.evaluate.weights if run.evaluator else ():
-        run.scores_compiled = speed.compile_to_sample(
+        run.scores_compiled = compile_to_sample(
             run.averages[name], None, None if cfg.compile else False, cfg.evaluate.num_samples, device)
     weights, averages = trained_weights(run.model), {name: trained_weights(net) for name, net in run.averages.items()}
     stop = ranks.StopRequest(accelerator)

@@ -15,6 +15,8 @@ import torch
 from accelerate.state import AcceleratorState
 from filelock import FileLock, Timeout
 
+from guidance import Network
+
 
 def forget_precision(keep_ranks: bool) -> None:
     """Makes accelerate forget precision and device, so that the next job of this process can choose its own.
@@ -31,6 +33,19 @@ def keep_tensorflow_out() -> None:
     switch that TensorBoard's own build has for this.
     """
     sys.modules.setdefault("tensorboard.compat.notf", ModuleType("tensorboard.compat.notf"))
+
+
+def compile_blocks(model: Network, how: bool | str) -> None:
+    """Compiles the forward pass of each block in place, with static shapes, unless `how` is False.
+
+    Blocks share their graphs: one for each number of tokens, whatever the depth. Hooks on a block run outside of them:
+    FSDP's hooks, which gather and free its weights, and those that collect hidden states.
+    """
+    if not how:
+        return  # the compiler is not even imported
+    prepare_compiler()
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, dynamic=False)
 
 
 def prepare_compiler() -> None:

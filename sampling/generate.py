@@ -10,6 +10,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dit import DiT
+from guidance import Guidance
+from runtime import libraries
 from runtime.device import DTYPES, DType, upload
 from sampling.sampler import Sampler
 
@@ -32,6 +34,23 @@ class SeededNoise:
 
     def randn_like(self, x: Tensor) -> Tensor:
         return self.randn(x.shape[1:]).to(x.dtype)
+
+
+def compile_to_sample(
+    net: DiT, guidance: Guidance | None, how: bool | None, count: int, device: torch.device,
+) -> bool:
+    """Compiles the network that `count` images are sampled from, and that of a weak pass; returns whether it does.
+
+    None compiles where that pays, as it takes a minute: on a GPU, for more than 1,000 images, and unless the ratios of
+    tokens change from step to step, as each number of tokens is a graph.
+    """
+    if how is None:
+        scheduled = guidance is not None and tuple in (type(guidance.gamma1), type(guidance.gamma2))
+        how = device.type == "cuda" and count > 1000 and not scheduled
+    libraries.compile_blocks(net, how)
+    if guidance is not None and guidance.net2 is not None:
+        libraries.compile_blocks(guidance.net2, how)
+    return how
 
 
 def generate(

@@ -32,7 +32,7 @@ from guidance import Guidance
 from latents.folder import open_latents
 from latents.loader import batches, check_batch_size, to_latent
 from objectives import DiffusionLoss, trained_parameters
-from runtime import files
+from runtime import files, libraries
 from runtime.command import command, commit
 from runtime.device import DTYPES, device_name, multiplies_in_tf32
 from runtime.schema import Count, Location, NonEmptyList, NonNegativeInt, Number, Steps, Text, Tokens, first_line
@@ -213,7 +213,7 @@ def make_step(
     optimizer: Mapping[str, Any] = ADAMW, label_dropout: float = 0.1, clip_norm: float | None = None,
 ) -> Callable[[Tensor, Tensor, Mapping[str, Tensor]], tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Wraps an objective as train.py does; returns its step, a function of latents, labels and extra arrays."""
-    speed.compile_blocks(objective.net, how)
+    libraries.compile_blocks(objective.net, how)
     called = speed.replicate(accelerator, record_passes(objective, how, accelerator.device, num_parts), sharded)
     prepared = accelerator.prepare(build_optimizer(trained_parameters(objective), **optimizer))
     update = record_update(accelerator, prepared, how, num_parts)
@@ -298,7 +298,7 @@ def time_sample(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict[str, A
 
     def make(how: Compile) -> Work:
         net = make_network(cfg, "dit", accelerator.device).eval()
-        speed.compile_blocks(net, how)
+        libraries.compile_blocks(net, how)
         return repeated(lambda: [*generate(accelerator, net, sampler, lambda latents: latents, seeds, labels,
                                            batch_size=cfg.batch_size, precision=precision)])
 

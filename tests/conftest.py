@@ -107,7 +107,7 @@ def fresh_accelerator():
 
 @pytest.fixture
 def graphs(monkeypatch):
-    """Counts what speed.compile_blocks traces, as `graphs.frame_count`, without making kernels; a break is an error."""
+    """Counts what `compile_blocks` traces, as `graphs.frame_count`, without making kernels; a break is an error."""
     import torch
     from torch._dynamo.testing import CompileCounterWithBackend
 

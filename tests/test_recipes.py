@@ -10,6 +10,7 @@ from training_runs import assert_resumes, end_of, rows, trained
 from dit import DiT
 from edm import EDM
 from objectives import build_objective
+from runtime import libraries
 from sampling.sampler import Sampler
 from scoring.image_sets import sampled_images
 from training import speed
@@ -100,7 +101,7 @@ def test_each_number_of_tokens_is_one_graph_and_nothing_is_compiled_again(graphs
     if "float8" in request.node.callspec.id:
         pytest.importorskip("torchao")
         speed.multiply_in_float8(net, emulate=True)
-    speed.compile_blocks(net, True)
+    libraries.compile_blocks(net, True)
     minimised = build_objective(net, EDM(), objective, {"teacher": (16, 5)}, build_schedule(net, schedule, seed=0))
     arrays = {name: torch.randn(2, 16, 5) for name in minimised.arrays}
     for minimised.step in range(50 if schedule else 3):

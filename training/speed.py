@@ -1,4 +1,4 @@
-"""Speed, applied to a plain network from outside: recomputation, torch.compile, float8, autocast and replicas.
+"""Speed, applied to a plain network from outside: recomputation, float8, autocast and replicas.
 
 Nothing here changes what is saved: parameters keep their names and their float32 values.
 """
@@ -15,10 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dit import DiT
-from guidance import Guidance, Network
-from runtime import libraries, ranks
+from runtime import ranks
 from runtime.device import check_device, require_plain_launch, set_float32
-from training.cuda_graphs import Compile
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 # The autocast of each.
@@ -31,36 +29,6 @@ def recompute_activations(model: DiT) -> None:
     """Makes each block recompute its activations in the backward pass instead of keeping them."""
     for block in model.blocks:
         block.forward = functools.partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)
-
-
-def compile_blocks(model: Network, how: Compile) -> None:
-    """Compiles the forward pass of each block in place, with static shapes, unless `how` is False.
-
-    Blocks share their graphs: one for each number of tokens, whatever the depth. Hooks on a block run outside of them:
-    FSDP's hooks, which gather and free its weights, and those that collect hidden states.
-    """
-    if not how:
-        return  # the compiler is not even imported
-    libraries.prepare_compiler()
-    for block in model.blocks:
-        block.forward = torch.compile(block.forward, dynamic=False)
-
-
-def compile_to_sample(
-    net: DiT, guidance: Guidance | None, how: bool | None, count: int, device: torch.device,
-) -> bool:
-    """Compiles the network that `count` images are sampled from, and that of a weak pass; returns whether it does.
-
-    None compiles where that pays, as it takes a minute: on a GPU, for more than 1,000 images, and unless the ratios of
-    tokens change from step to step, as each number of tokens is a graph.
-    """
-    if how is None:
-        scheduled = guidance is not None and tuple in (type(guidance.gamma1), type(guidance.gamma2))
-        how = device.type == "cuda" and count > 1000 and not scheduled
-    compile_blocks(net, how)
-    if guidance is not None and guidance.net2 is not None:
-        compile_blocks(guidance.net2, how)
-    return how
 
 
 def replicate(accelerator: Accelerator, objective: nn.Module, sharded: bool = False) -> nn.Module:

@@ -12,8 +12,8 @@ from objectives import DiffusionLoss, build_objective, class_of, own_state, trai
 from objectives.alignment import projector
 from objectives.diffusion import hidden_after
 from routing_module import Route, Router
+from runtime.libraries import compile_blocks
 from training.run_folder import fixed
-from training.speed import compile_blocks
 from weights import checkpoint as checkpoints
 
 ROUTED = [Route(1, 2, 0.5)]

@@ -302,7 +302,7 @@ import sys
 sys.path.insert(0, sys.argv[1])
 import torch
 from dit import DiT
-from training.speed import compile_blocks
+from runtime.libraries import compile_blocks
 net = DiT(input_size=4, patch_size=2, in_channels=3, hidden_size=16, depth=1, num_heads=2, num_classes=3)
 compile_blocks(net, True)
 net(torch.randn(2, 3, 4, 4), torch.rand(2), torch.tensor([0, 1])).sum().backward()

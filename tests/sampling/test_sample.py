@@ -20,13 +20,12 @@ from training_runs import wait_until, write_run
 from edm import DDPM, EDM
 from guidance import Guidance
 from rf import RF
-from runtime import files
+from runtime import files, libraries
 from sample import main
-from sampling.generate import gathered, generate
+from sampling.generate import compile_to_sample, gathered, generate
 from sampling.options import labels_of, parse_classes, parse_range, parse_seeds
 from sampling.pictures import draw_grid
 from sampling.sampler import Sampler
-from training import speed
 from weights import checkpoint as checkpoints
 from weights.loading import load_trained
 from weights.records import build_network
@@ -83,7 +82,7 @@ def test_each_shape_is_one_graph_whose_images_are_those_of_the_plain_network(dif
     trained, options = SimpleNamespace(net=net, diffusion=diffusion), dict(guidance=guidance)
     seeds = list(range(5))  # three batches, the last one padded
     plain = draw(trained, seeds, [0, 1, 2, 3, 0], 2, **options)
-    assert speed.compile_to_sample(net, guidance, True, 5, torch.device("cpu"))
+    assert compile_to_sample(net, guidance, True, 5, torch.device("cpu"))
     assert torch.allclose(draw(trained, seeds, [0, 1, 2, 3, 0], 2, **options), plain, atol=1e-5)
     assert graphs.frame_count == count
 
@@ -95,8 +94,8 @@ def test_each_shape_is_one_graph_whose_images_are_those_of_the_plain_network(dif
 ])
 def test_sampling_compiles_by_itself_where_it_pays(asked, count, device, guidance, compiles, monkeypatch):
     compiled = []
-    monkeypatch.setattr(speed, "compile_blocks", lambda net, how: compiled.append((net, how)))
-    assert speed.compile_to_sample("net", guidance, asked, count, torch.device(device)) is compiles
+    monkeypatch.setattr(libraries, "compile_blocks", lambda net, how: compiled.append((net, how)))
+    assert compile_to_sample("net", guidance, asked, count, torch.device(device)) is compiles
     assert compiled == [("net", compiles)]
 
 

@@ -8,6 +8,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from dit import DiT_models
+from runtime import libraries
 from training import speed
 
 
@@ -16,7 +17,7 @@ def test_blocks_are_compiled_with_static_shapes_and_record_no_cuda_graphs_of_the
     monkeypatch.setattr(torch, "compile", lambda forward, **how: asked.append(how) or forward)
     net = DiT_models["DiT-S/8"]()
     for how in (True, "reduce-overhead", False):
-        speed.compile_blocks(net, how)
+        libraries.compile_blocks(net, how)
     assert asked == [{"dynamic": False}] * 2 * len(net.blocks)
 
 
