@@ -14,6 +14,7 @@ TEXT, ROPE, MASK = "encoder_hidden_states", "image_rotary_emb", "attention_mask"
 PLAIN = Family((Blocks("blocks"),))
 FAMILIES: dict[str, Family] = {     # of libraries
     "dit.DiT": Family((Blocks("blocks", {"positions": 1}),)),
+    "timm.VisionTransformer": Family((Blocks("blocks"),), front=lambda network, call: network.num_prefix_tokens),
     "diffusers.DiTTransformer2DModel": Family((Blocks("transformer_blocks"),)),
     "diffusers.PixArtTransformer2DModel": Family((Blocks("transformer_blocks", {MASK: 2}),)),
     "diffusers.SD3Transformer2DModel": Family((Blocks("transformer_blocks", text=TEXT, out=1),)),
@@ -51,36 +52,7 @@ FAMILIES: dict[str, Family] = {     # of libraries
 CODES: dict[str, tuple[Family, ...]] = {       # original code, recognised by the class and by what `fits`
     **dict.fromkeys(("DiT", "SiT", "PixArt", "PixArtMS"), (PLAIN,)),
     "LightningDiT": (Family((Blocks("blocks", {"feat_rope": by_place(2)}),)),),
-    "MMDiTX": (Family((Blocks("joint_blocks", tokens=1, text=0, out=1),)),),
-}
-
-
-# Encoders: class and register tokens in front.
-def in_front(network: Any, _call: dict[Any, Any]) -> int:
-    """Counts class and register tokens; timm, transformers and facebookresearch use different names for them."""
-    if hasattr(network, "num_prefix_tokens"):
-        return network.num_prefix_tokens
-    owner = getattr(network, "config", network)
-    return 1 + getattr(owner, "num_register_tokens", getattr(owner, "n_storage_tokens", 0))
-
-
-def of_heads(table: Tensor, kept: Any) -> Tensor:
-    """Reduces timm's table (N, D), (heads, N, D) or (B or 1, heads or 1, N, D): (B, heads or 1, K, D)."""
-    return kept.rows(table[(None,) * (4 - table.ndim)], 2)
-
-
-DINO = Family((Blocks("encoder.layer"),), front=in_front)
-FAMILIES |= {
-    "timm.VisionTransformer": Family((Blocks("blocks"),), front=in_front),
-    "timm.Eva": Family((Blocks("blocks", {"rope": of_heads}),), front=in_front),
-    "transformers.ViTModel": Family((Blocks("layers"),), front=in_front),
-    "transformers.Dinov2Model": DINO,
-    "transformers.Dinov2WithRegistersModel": DINO,
-    "transformers.DINOv3ViTModel": Family((Blocks("model.layer", {"position_embeddings": 0}),), front=in_front),
-}
-CODES |= {
-    "DinoVisionTransformer": (Family((Blocks("blocks", {"rope_or_rope_list": 0}),), front=in_front),     # DINOv3
-                              Family((Blocks("blocks"),), front=in_front)),
+    "MMDiT": (Family((Blocks("joint_blocks", tokens=1, text=0, out=1),)),),
 }
 
 
@@ -274,18 +246,6 @@ CODES |= {
         "e": -3, "seq_lens": fewer, "grid_sizes": grid_line, "freqs": grid_rows}, per_sample=True),)),),
 }
 
-
-# MinRF.
-def first_rows(_table: Tensor, kept: Any) -> Tensor:
-    """Replaces minRF's table without a batch axis, which the network cuts to as many rows as a block has tokens."""
-    return kept.rows(kept.network.freqs_cis[:kept.length], 0)
-
-
-CODES |= {
-    "DiT_Llama": (Family((Blocks("layers", {"freqs_cis": first_rows}, per_sample=True),)),),
-    "MMDiT": (Family((Blocks("double_layers", tokens="x", text="c", out=1), Blocks("single_layers"))),
-              Family((Blocks("joint_blocks", tokens=1, text=0, out=1),))),
-}
 
 CACHES = "its tokens attend to a cache of all tokens from an earlier pass"
 REFUSED = {     # what a trial of the blocks does not find

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from routed.modules import OWN
-from routed.nested import by_axis, leaves, only_element
+from routed.nested import by_axis, leaves
 from routed.networks import Blocks, argument_names, unwrapped
+
+OWN = frozenset(vars(nn.Module()))      # attributes that all modules have
 
 
 class RouteBlock:
@@ -26,8 +27,6 @@ class RouteBlock:
         self.names = argument_names(self.inner)
         self.tokens, self.text = map(self.name_of, (spec.tokens, spec.text))
         self.along = {self.name_of(key): axis for key, axis in spec.along.items()}
-        self.per_sample = spec.per_sample or any(
-            0 in (axis if isinstance(axis, tuple) else [axis]) for axis in self.along.values())
         self.r = -1                         # the number of its route
         self.route: Any = None              # a Route, if it is on one
         self.starts = self.ends = False
@@ -59,7 +58,8 @@ class Kept:
 
     def __init__(self, run: Any, block: RouteBlock, arguments: dict[Any, Any], x: Tensor, ids: Tensor):
         self.run, self.block, self.arguments, self.x, self.ids = run, block, arguments, x, ids
-        self.is_trial, self.sample, self.network = False, None, run.routing.network
+        self.along: dict[Any, Any] = block.along
+        self.is_trial, self.sample = False, None
         self.has_all = block.starts or block.spec.rejoins       # the tokens are not reduced yet
         self.num_routed = run.free - ids.shape[1]
         self.length = x.shape[1] + (0 if self.has_all else self.num_routed)
@@ -71,6 +71,12 @@ class Kept:
         other = copy.copy(self)
         vars(other).update(changed)
         return other
+
+    @property
+    def per_sample(self) -> bool:
+        """True if the block is called once for each sample, as an argument has no batch axis."""
+        return self.block.spec.per_sample or any(
+            0 in (axis if isinstance(axis, tuple) else [axis]) for axis in self.along.values())
 
     def places(self, length: int | None = None) -> Tensor:
         """Returns the positions of the kept tokens (B, length - num_routed), in the stream or one of `length`."""
@@ -93,7 +99,7 @@ class Kept:
 
         If it is called once for each sample, returns the joined outputs and {}.
         """
-        if not (self.block.per_sample if per_sample is None else per_sample):
+        if not (self.per_sample if per_sample is None else per_sample):
             taken = self.take()
             return function(taken), taken
         return joined([function(self.of_sample(b).take()) for b in range(len(self.ids))]), {}
@@ -106,7 +112,7 @@ class Kept:
 
         arguments = {}
         for name, value in self.arguments.items():
-            axis = self.block.along.get(name)
+            axis = self.along.get(name)
             if isinstance(axis, tuple) and 0 in axis and not self.run.routing.is_described:
                 # in known networks, such as Qwen-Image, its other parts have no batch axis, either
                 axis = tuple(own or 0 for own in axis)
@@ -117,16 +123,15 @@ class Kept:
 
     def tokens(self) -> Tensor:
         """Returns the block's tokens without those that are routed."""
-        x = only_element(self.arguments[self.block.tokens])
+        x = self.arguments[self.block.tokens]
         if self.has_all:
             return self.run.routing.router.start_route(x, self.places())
         return gathered(x, self.order(), 1) if self.is_trial else x
 
     def take(self) -> dict[Any, Any]:
         """Returns the block's arguments, with its tokens and those along them reduced to the kept tokens."""
-        block, taken = self.block, dict(self.arguments)
-        taken[block.tokens] = [self.tokens()] if isinstance(taken[block.tokens], list) else self.tokens()
-        for name, axis in block.along.items():
+        taken = self.arguments | {self.block.tokens: self.tokens()}
+        for name, axis in self.along.items():
             if taken.get(name) is not None:
                 taken[name] = axis(taken[name], self) if callable(axis) else by_axis(
                     partial(self.rows, name=name), taken[name], axis)
@@ -190,7 +195,7 @@ def joined(outs: list[Any]) -> Any:
 def tokens_in(output: Any, block: RouteBlock) -> Any:
     """Returns the tokens in what a block returns."""
     out = block.spec.out
-    return only_element(output[out] if isinstance(output, tuple | list) and len(output) > out else output)
+    return output[out] if isinstance(output, tuple | list) and len(output) > out else output
 
 
 def replaced(output: Any, block: RouteBlock, x: Tensor) -> Any:
@@ -198,6 +203,5 @@ def replaced(output: Any, block: RouteBlock, x: Tensor) -> Any:
     out = block.spec.out
     if not isinstance(output, tuple | list):
         return x
-    x = [x] if isinstance(output[out], list) else x
     parts = [*output[:out], x, *output[out + 1:]]
     return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)

@@ -36,8 +36,3 @@ def by_axis(function: Callable[[Any, Any], Any], value: Any, axis: Any) -> Any:
     if not isinstance(value, tuple | list) or len(value) != len(axis):
         raise ValueError(f"along= has the axes {axis} for the parts of an argument that is not a tuple of {len(axis)}.")
     return type(value)(by_axis(function, part, own) for part, own in zip(value, axis, strict=True))
-
-
-def only_element(tokens: Any) -> Any:
-    """Returns the tensor in a list of one tensor, and anything else unchanged."""
-    return tokens[0] if isinstance(tokens, list) and len(tokens) == 1 else tokens

@@ -1,7 +1,6 @@
 """`routed` routes a network from outside, without changes to its code: who calls, and what is open."""
 
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,8 +12,8 @@ from torch import Tensor, nn
 
 from routed import families
 from routed.kept import RouteBlock
-from routed.modules import install, is_compiled_in_place, plain_class, uninstall
-from routed.nested import leaves
+from routed.modules import BACKWARD, install, plain_class
+from routed.nested import leaves, mapped
 from routed.networks import Blocks, Family, argument_names, defaults_of, names_of, network_of, owner_of
 from routed.passes import Pass
 from routed.sealed import Sealed
@@ -48,10 +47,8 @@ class Routing:
         self.tries = TRIED.setdefault(network, Trials()) if options.probe and not options.ordered else None
         self.ids_keep: list[Tensor | None] = [None] * len(self.routes)
         self.trials: list[Trial] = []
-        self.modules = {network: None} | self.block_of
         self.thread = threading.get_ident()
         self.pauses = 0                         # `routed(model, [])` inside
-        self.pending = 1                        # the `with` block, and passes through which a backward may still come
         self.active: Pass | None = None         # the pass whose blocks are being called
         self.latest: Pass | None = None
 
@@ -85,58 +82,43 @@ class Routing:
         return resolved
 
     def close(self) -> None:
-        """Ends the routing; a backward that comes later still finds the passes whose graphs live."""
-        latest, self.active = self.latest, None
+        """Ends the routing; a backward that comes later finds its passes by the graph."""
+        if self.tries:
+            self.trials = [row for row in self.tries.rows.values() if isinstance(row, Trial)]
+            if self.latest is not None and self.latest.is_compiled:
+                self.tries.warn_of_compiled(type(self.network).__name__)
+        self.active = None
         self.end()
-        self.trials = [row for row in self.tries.rows.values() if isinstance(row, Trial)] if self.tries else []
-        for module in self.modules:
-            if module._routed.routing is self:
-                module._routed.routing = None
-        self.release()
-        if latest is not None and latest.is_compiled and self.tries:
-            self.tries.warn_of_compiled(type(self.network).__name__)
-
-    def wait_for(self, run: Pass) -> None:
-        """Keeps the modules routed until a pass is freed."""
-        if not run.is_pending:
-            run.is_pending = True
-            self.pending += 1
-            weakref.finalize(run, Routing.release, self).atexit = False
-
-    def release(self) -> None:
-        """Ends one of the reasons to keep the modules routed: the `with` block, or a pass; after the last, no more."""
-        self.pending -= 1
-        if not self.pending:
-            for module in self.modules:
-                uninstall(module)
+        for module in (self.network, *self.block_of):
+            vars(module).pop("_routed", None)
 
     def call(self, block: RouteBlock | None, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls the network (None) or a block of it in a forward pass; the network or block 0 begins the pass."""
+        if not torch.is_grad_enabled() and (block is None or block.route) and any(
+                isinstance(value, Tensor) and value.requires_grad for value in (*args, *kwargs.values())):
+            raise ValueError(f"{block or 'The network'} runs without the gradient that its input needs, as in a "
+                             f"reentrant checkpoint or one that offloads activations: use torch's checkpoint with "
+                             f"use_reentrant=False, or detach the input.")
         if block is None:
             return self.call_network(forward, args, kwargs)
-        if block.index == 0 and (self.active is None or self.active.without_network):
-            self.active = self.begin({})
-            self.active.without_network = True
+        if block.index == 0 and (self.active is None or not self.active.of_network):
+            self.active = self.begin({}, of_network=False)
         elif self.active is None:
             raise ValueError(f"Block {block.index} of {block.spec.path} is called outside of a pass: inside routed() "
                              f"call the network, or its blocks from the first to the last.")
         run = self.active
         run.advance(block.index)
-        if run.has_gradient and block.route is not None:
-            needs_gradient(str(block))
         output = run.call(block, forward, args, kwargs)
-        if block.index == len(self.blocks) - 1 and run.without_network:
+        if block.index == len(self.blocks) - 1 and not run.of_network:
             self.active = None
             run.end()
         return output
 
     def call_network(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.active is not None and not self.active.without_network:     # its forward, inside of its call
+        if self.active is not None and self.active.of_network:      # its forward, inside of its call
             return forward(*args, **kwargs)
-        arguments = dict(zip(self.arguments or range(len(args)), args, strict=False)) | kwargs
-        if any(isinstance(value, Tensor) and value.requires_grad for value in arguments.values()):
-            needs_gradient("The network")
-        run = self.active = self.begin(self.defaults | arguments)
+        names = self.arguments or range(len(args))
+        run = self.active = self.begin(self.defaults | dict(zip(names, args, strict=False)) | kwargs, of_network=True)
         try:
             output = forward(*args, **kwargs)
         finally:
@@ -145,22 +127,26 @@ class Routing:
         if not run.is_compiled and (read := [x for x in leaves(output) if isinstance(x, Sealed)]):
             raise ValueError(f"The network returns what block {read[0].after.index} returns, with some tokens on a "
                              f"route, as features: start or end the route there, or do not ask for them.")
-        if run.is_pending:
-            run.mark(output, len(self.blocks))
+        if not torch.compiler.is_compiling():
+            BACKWARD.mark(output, run, len(self.blocks))
         return output
 
-    def try_uncompiled(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+    def try_uncompiled(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
         """Runs a compiled network once uncompiled and without gradients, before its first call, to try its blocks."""
-        if self.tries is None or self.active is not None or self.pauses or self.tries.has_verdict \
-                or threading.get_ident() != self.thread or module is self.network and not is_compiled_in_place(module):
+        is_inside = self.active is not None or self.pauses or threading.get_ident() != self.thread
+        if is_inside or not self.tries or self.tries.has_verdict:
             return
-        on_copies(self.network, self.network.forward, args, kwargs or {})
+        args, kwargs = mapped(lambda part: part.detach().clone() if type(part) is Tensor else part, (args, kwargs))
+        device = next((part.device for part in leaves([args, kwargs]) if isinstance(part, Tensor)), torch.device("cpu"))
+        with torch.no_grad(), on_copies(self.network, torch.Generator(device), None, None) as start:
+            start(0)
+            self.network.forward(*args, **kwargs)
         self.end()
 
-    def begin(self, arguments: dict[str, Any]) -> Pass:
-        """Begins a pass of the network with these arguments."""
+    def begin(self, arguments: dict[Any, Any], of_network: bool) -> Pass:
+        """Begins a pass of the network with these arguments, or of its blocks alone."""
         self.end()
-        self.latest = Pass(self, arguments)
+        self.latest = Pass(self, arguments, of_network)
         self.ids_keep = self.latest.ids_keep
         return self.latest
 
@@ -189,14 +175,6 @@ def described(network: nn.Module, options: Any) -> Any:
         raise ValueError(f"keep= does not apply: {type(network).__name__} is known, and its tokens that are never "
                          f"routed are counted. Use keep_mask= for others.")
     return replace(family, lists=tuple(replace(spec, along={**spec.along, **along}) for spec in family.lists))
-
-
-def needs_gradient(what: str) -> None:
-    """Raises ValueError where gradients are off although the input needs them."""
-    if not torch.is_grad_enabled():
-        raise ValueError(f"{what} runs without the gradient that its input needs, as in a reentrant checkpoint or one "
-                         f"that offloads activations: use torch's checkpoint with use_reentrant=False, or detach the "
-                         f"input.")
 
 
 @contextmanager
@@ -230,24 +208,22 @@ def routed(
     options = SimpleNamespace(blocks=blocks, along=along, keep=keep, mask_noise=mask_noise, keep_mask=keep_mask,
                               grow=grow, router=router, family=family, probe=probe, ordered=ordered)
     routing = Routing(network, [routes] if isinstance(routes, Route) else list(routes), options)
-    other = getattr(getattr(network, "_routed", None), "routing", None)
+    entry = vars(network).get("_routed")
     if not any(block.route for block in routing.blocks):     # dense: uses what was compiled without a route
-        outside = other or routing
+        outside = routing if entry is None else entry.routing
         outside.pauses += 1
         try:
             yield routing
         finally:
             outside.pauses -= 1
         return
-    if other is not None:
+    if entry is not None:
         raise ValueError(f"{type(network).__name__} is routed already: pass all routes to one routed(), or [] for a "
                          f"dense pass inside of it.")
-    for module, block in routing.modules.items():
+    for module, block in [(network, None), *routing.block_of.items()]:
         install(module, routing, block)
-    wrappers = [part for part in model.modules() if hasattr(part, "_orig_mod") and network in part.modules()]
-    hook = None
-    if wrappers and routing.tries and not routing.tries.has_verdict:
-        hook = wrappers[0].register_forward_pre_hook(routing.try_uncompiled, with_kwargs=True)
+    hooks = [part.register_forward_pre_hook(routing.try_uncompiled, with_kwargs=True) for part in model.modules()
+             if hasattr(part, "_orig_mod") and network in part.modules()]
     try:
         yield routing
         if routing.latest is None:
@@ -256,6 +232,6 @@ def routed(
         if routing.latest.last < len(routing.blocks):
             routing.latest.advance(len(routing.blocks))
     finally:
-        if hook:
+        for hook in hooks:
             hook.remove()
         routing.close()

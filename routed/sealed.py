@@ -53,11 +53,11 @@ def seal(x: Tensor, run: Any, after: Any) -> Tensor:
 
 
 def unsealed(value: Any, check: Callable[[Sealed], None] = lambda sealed: None) -> Any:
-    """Returns raw tokens, also in a tuple or a list of them alone; other lists remain, as a block may append to one."""
+    """Returns raw tokens, also in a tuple; lists remain, as a block may append to one."""
     if isinstance(value, Sealed):
         check(value)
         return value.raw
-    if isinstance(value, tuple) or isinstance(value, list) and len(value) == 1:
+    if isinstance(value, tuple):
         parts = [unsealed(part, check) for part in value]
         if any(part is not old for part, old in zip(parts, value, strict=True)):
             return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from routed.kept import tokens_in
-from routed.modules import OWN, is_compiled_in_place, plain_class
+from routed.kept import OWN, tokens_in
+from routed.modules import plain_class
 from routed.nested import leaves, mapped
+from routed.networks import fewer, pairs
 
 TRIED: WeakKeyDictionary[nn.Module, "Trials"] = WeakKeyDictionary()     # what has been tried in a network
 TOLERANCE = 2e-4        # in float32, where 60 networks deviate by 1e-5 at most
@@ -58,7 +59,7 @@ class Trials:
     def kind_of(self, kept: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Returns what a block's behaviour may depend on, besides values of tensors, and the sizes of its arguments."""
         block, values = kept.block, [*kept.arguments.items()]
-        axes = [(name, getattr(axis, "__qualname__", str(axis))) for name, axis in block.along.items()]
+        axes = [(name, getattr(axis, "__qualname__", str(axis))) for name, axis in kept.along.items()]
         kinds = [(name, *map(kind_of, leaves(value))) for name, value in values]
         tensors = [part for _, value in values for part in leaves(value) if isinstance(part, Tensor)]
         sizes = [size for part in tensors for size in part.shape]
@@ -113,10 +114,56 @@ def kind_of(part: Any) -> Any:
     return part if isinstance(part, bool | str | None) else type(part).__name__
 
 
+def candidates(kept: Any, value: Any) -> list[Any]:
+    """Lists what along= may say about an argument as long as the tokens; the last axis of a table has channels."""
+    def is_long(size: int) -> bool:         # a set, or `in`, would make sizes constants in a compiled graph
+        return any(size == length for length in (kept.run.free, kept.length, kept.length - kept.num_routed))
+
+    found: list[Any] = []
+    for part in leaves(value):
+        if type(part) is int and part in (kept.run.free, kept.length):
+            found.append(fewer)
+        if not isinstance(part, Tensor) or part.ndim < 2:
+            continue
+        if part.shape[-1] == part.shape[-2] and is_long(part.shape[-1]):
+            found.append(pairs)
+        is_mask = part.ndim == 2 and len(part) == len(kept.ids) and part.shape[1] != kept.x.shape[2]    # (B, N)
+        for axis in range(part.ndim - (not is_mask)):
+            if is_long(part.shape[axis]) and (len(part) in (1, len(kept.ids)) if axis else len(part) != len(kept.ids)):
+                found += [axis] if axis else [-part.ndim, 0]
+    return list(dict.fromkeys(found))
+
+
+def offer(kept: Any, call: Callable[..., Any], unnamed: dict[Any, list[Any]]) -> str:
+    """Says what to write about arguments as long as the tokens: each line that passes a trial, or all that are open."""
+    right, choices = [], [[*axes, None] for axes in unnamed.values()]
+    parts = {name: next(part for part in leaves(kept.arguments[name]) if candidates(kept, part)) for name in unnamed}
+    # What has the shape of the tokens may be what the user wants to route, so no trial can tell.
+    may_try = not torch.compiler.is_compiling() and kept.run.routing.tries is not None and not any(
+        getattr(part, "shape", None) == kept.x.shape for part in parts.values())
+    for axes in product(*choices) if may_try and math.prod(map(len, choices)) <= 64 else ():
+        tried = kept.but(along=kept.along | dict(zip(unnamed, axes, strict=True)))
+        row, *_ = in_thread(partial(measure, tried, call), kept.ids.device)
+        if row is not None and row.deviation <= row.tolerance:
+            right.append(axes)
+
+    def said(axes: Any) -> str:
+        named = (kept.run.routing.options.along or {}) | dict(zip(unnamed, axes, strict=True))
+        return ", ".join(f"{name!r}: {getattr(axis, '__name__', axis)}" for name, axis in named.items())
+
+    found = ", ".join(f"{name} is {tuple(part.shape) if isinstance(part, Tensor) else part}"
+                      for name, part in parts.items())
+    lines = " or ".join(f"along={{{said(axes)}}}" for axes in right or product(*choices))
+    used = sorted({axis.__name__ for axes in right or choices for axis in axes if callable(axis)})
+    return (f"{found}, as long as the tokens: write {lines}" + f" (`from routed import {', '.join(used)}`)" * bool(used)
+            + (", with which this block passes its trial." if right else ", where None says that it has no value per "
+               "token" + (f". It passes its trial with none of these. Cause: {cause(kept)}." if may_try else ".")))
+
+
 def cause(kept: Any) -> str:
     block = kept.block
     others = [str(name) for name, value in kept.arguments.items() if value is not None
-              and block.along.get(name) is None and name not in (block.tokens, block.text)]
+              and kept.along.get(name) is None and name not in (block.tokens, block.text)]
     return ("positions inside the block or its hooks, such as its own rotary values, a convolution, windows or pooled "
             "keys; tokens that come first (N, B, D), as without batch_first=True; or the axis of an argument in along="
             + (f", which names none for {', '.join(others)}" if others else ""))
@@ -146,26 +193,22 @@ def measured(kept: Any, call: Callable[..., Any], dtype: torch.dtype | None, mod
     block, ids, module = kept.block, kept.ids, getattr(kept.block.module, "_orig_mod", kept.block.module)
     if any(p.is_meta for p in (kept.x, *module.parameters())):
         return None, "its weights are elsewhere"
-    is_sharded = False
+    function = module
     for part in module.modules():
-        if hasattr(part, "unshard"):        # FSDP2 gathers the weights of the call that follows
+        if hasattr(part, "unshard"):        # FSDP2 gathers the weights of the call that follows, not of a forward
             part.unshard()
-            is_sharded = True
+            function = module.forward
     generator = torch.Generator(ids.device).manual_seed(0)
     order = torch.rand(ids.shape, generator=generator, device=ids.device).argsort(dim=1)
-    with undisturbed(module, ids.device, dtype, mode) as restart:
-        arguments = {name: prepared(value, generator, dtype, name == block.tokens)
-                     for name, value in kept.arguments.items()}
-        weights = opened_weights(module, generator, dtype)
-        forward = module.forward if is_sharded or is_compiled_in_place(module) else module
-
+    arguments = {name: prepared(value, generator, dtype, name == block.tokens)
+                 for name, value in kept.arguments.items()}
+    with on_copies(module, generator, dtype, mode) as start:
         def run(ids: Tensor, per_sample: bool | None = None, seed: int = 0) -> tuple[Any, Any, list[Any]]:
-            restart(seed)
-            buffers = {name: cast(buffer.clone(), dtype) for name, buffer in named(module, "named_buffers")}
+            start(seed)
             turned = kept.but(ids=ids, arguments=copied(arguments), is_trial=True)
-            out, _ = turned.call(partial(call, function=with_tensors(module, forward, weights | buffers)), per_sample)
+            out, _ = turned.call(partial(call, function=function), per_sample)
             lists = leaves([value for value in turned.arguments.values() if isinstance(value, list)])
-            return turned, out, [*buffers.values(), *stored(module), *(x for x in lists if isinstance(x, Tensor))]
+            return turned, out, [*stored(module), *(x for x in lists if isinstance(x, Tensor))]
 
         first, out, _ = run(ids)
         second, other, _ = run(ids.gather(1, order))
@@ -181,7 +224,7 @@ def measured(kept: Any, call: Callable[..., Any], dtype: torch.dtype | None, mod
         deviation, reason = largest_deviation(first, second, out, other, main, added, eps)
         if deviation > limit and not rms(tokens_in(run(ids, seed=1)[1], block) - main) <= limit * added:
             return None, RANDOM
-        if deviation <= limit and block.per_sample and kept.run.routing.is_described and len(kept.ids) > 1 \
+        if deviation <= limit and kept.per_sample and kept.run.routing.is_described and len(kept.ids) > 1 \
                 and not isinstance(kept.run.front, Tensor):
             deviation, reason = max((deviation, reason), joint_deviation(run, ids, added, limit))
     return Trial(f"block {block.index} of {block.spec.path} ({plain_class(block.inner).__name__})",
@@ -244,9 +287,9 @@ def turned(part: Tensor, axes: tuple[Any, ...], order: Tensor) -> Tensor:
 
 
 def stored(module: nn.Module) -> list[Tensor]:
-    """Lists the tensors that a block's modules hold besides weights and buffers, as a loss of experts."""
-    return [leaf for part in module.modules() for name, value in vars(part).items() if name not in OWN
-            for leaf in leaves(value) if isinstance(leaf, Tensor)]
+    """Lists the tensors that a block's modules hold besides weights, as statistics or a loss of experts."""
+    return [leaf for part in module.modules() for name, value in vars(part).items()
+            if name not in OWN or name == "_buffers" for leaf in leaves(value) if isinstance(leaf, Tensor)]
 
 
 def in_thread(function: Callable[..., Any], device: torch.device) -> Any:
@@ -323,67 +366,41 @@ def opened(part: Tensor, generator: torch.Generator, near: float) -> Tensor:
     return noise / math.sqrt(part.shape[1]) if part.ndim > 1 else 0.25 + noise.abs() / 2
 
 
-def named(module: nn.Module, members: str) -> list[tuple[str, Tensor]]:
-    """Lists the parameters or buffers of a module by their paths, which wrappers of checkpoints shorten."""
-    return [(f"{path}.{name}" if path else name, member) for path, part in module.named_modules()
-            for name, member in getattr(part, members)(recurse=False)]
-
-
-def opened_weights(module: nn.Module, generator: torch.Generator, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Returns copies of a block's parameters in another precision, with noise in place of small ones.
-
-    So a block that starts as the identity, as with adaLN-Zero, LayerScale or a relative bias, shows what it will
-    compute.
-    """
-    return {name: cast(opened(p.detach(), generator, 0.1), dtype) for name, p in named(module, "named_parameters")
-            if type(p) in (nn.Parameter, Tensor) and p.is_floating_point() and p.element_size() > 1}
-
-
-def with_tensors(module: nn.Module, forward: Callable[..., Any], tensors: dict[str, Tensor]) -> Callable[..., Any]:
-    """Returns a function that calls a module, or its forward, with other weights and buffers."""
-    holder = nn.Module()
-    holder.module, holder.forward = module, partial(forward)
-    tensors = {f"module.{name}": part for name, part in tensors.items()}
-    return lambda *args, **kwargs: torch.func.functional_call(holder, tensors, args, kwargs, tie_weights=False)
-
-
-def on_copies(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Calls a module's forward without gradients, and restores its attributes, buffers and all random states."""
-    args, kwargs = mapped(lambda part: part.detach().clone() if type(part) is Tensor else part, (args, kwargs))
-    device = next((part.device for part in leaves([args, kwargs]) if isinstance(part, Tensor)), torch.device("cpu"))
-    buffers = {name: buffer.clone() for name, buffer in named(module, "named_buffers")}
-    with torch.no_grad(), undisturbed(module, device, None, None) as restart:
-        restart(0)
-        with_tensors(module, forward, buffers)(*args, **kwargs)
-
-
 @contextmanager
-def undisturbed(module: nn.Module, device: torch.device, dtype: torch.dtype | None, mode: bool | None,
-                ) -> Iterator[Callable[[int], None]]:
-    """Runs a module without dropout, and restores it and all random states; yields what starts both anew."""
+def on_copies(module: nn.Module, generator: torch.Generator, dtype: torch.dtype | None, mode: bool | None,
+              ) -> Iterator[Callable[[int], None]]:
+    """Runs a module on copies of all that it holds, without dropout, and restores it and all random states.
+
+    Yields what starts both anew. Noise replaces small weights. So a block that starts as the identity, as with
+    adaLN-Zero, LayerScale or a relative bias, shows what it will compute.
+    """
     before = [(part, dict(vars(part))) for part in module.modules()]
-    state, precision = random.getstate(), torch.get_float32_matmul_precision()
+    weights = {part: {name: cast(opened(p.detach(), generator, 0.1), dtype)
+                      if type(p) in (nn.Parameter, Tensor) and p.is_floating_point() and p.element_size() > 1 else p
+                      for name, p in values["_parameters"].items()} for part, values in before}
+    state, precision, device = random.getstate(), torch.get_float32_matmul_precision(), generator.device
 
-    def attribute(name: str, value: Any) -> Any:    # which may be a cache that the block writes to
-        if name == "training" and mode is not None:
-            return mode
-        is_plain = name not in OWN and isinstance(value, Tensor | list | dict | set)
-        return mapped(lambda part: cast(part, dtype) if type(part) is Tensor else part, copied(value)) if is_plain \
-            else value
+    def copy_of(name: str, value: Any) -> Any:      # of an attribute, perhaps a cache that the block writes to
+        may_change = name not in OWN and isinstance(value, Tensor | list | dict | set) or name == "_buffers"
+        return mapped(lambda part: cast(part, dtype) if type(part) is Tensor else part, copied(value)) \
+            if may_change else value
 
-    def restart(seed: int) -> None:
+    def start(seed: int) -> None:
         torch.manual_seed(seed)
         random.seed(seed)
         for part, values in before:
             vars(part).clear()
-            vars(part).update({name: attribute(name, value) for name, value in values.items()})
+            vars(part).update({name: copy_of(name, value) for name, value in values.items()},
+                              _parameters=dict(weights[part]), _compiled_call_impl=None)
+            if mode is not None:
+                part.training = mode
 
     devices = dict(devices=[]) if device.type == "cpu" else dict(devices=[device], device_type=device.type)
     with InTrial(dtype is torch.float32), torch.random.fork_rng(**devices):
         try:
             if precision != "highest":      # setting it makes compiled code compile again
                 torch.set_float32_matmul_precision("highest")
-            yield restart
+            yield start
         finally:
             random.setstate(state)
             if precision != "highest":

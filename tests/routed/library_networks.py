@@ -1,4 +1,4 @@
-"""The networks of diffusers, timm and transformers that `routed` knows, tiny and random: a row for each way of use."""
+"""The networks of diffusers and timm that `routed` knows, tiny and random: a row for each way of use."""
 
 import inspect
 from functools import cache
@@ -6,7 +6,6 @@ from functools import cache
 import diffusers
 import timm
 import torch
-import transformers
 from oracle import BATCH, Case, N, randn
 from torch import nn
 
@@ -26,8 +25,8 @@ SIZES = dict(  # those of them that a network has
     joint_attention_dim=16, cross_attention_dim=16, caption_channels=16, caption_projection_dim=16, context_in_dim=16,
     text_embed_dim=16, text_dim=16, pooled_projection_dim=16, time_embed_dim=8, freq_dim=16, condition_dim=4,
     ffn_dim=32, hidden_size=16, intermediate_size=32, img_size=8, in_chans=4, embed_dim=16, depth=DEPTH, num_heads=2,
-    num_classes=0, global_pool="", image_size=8, num_hidden_layers=DEPTH, num_channels=4)
-INPUTS = dict(timestep=TIME, encoder_hidden_states=WORDS, x=IMAGE, pixel_values=IMAGE)
+    num_classes=0, global_pool="")
+INPUTS = dict(timestep=TIME, encoder_hidden_states=WORDS, x=IMAGE)
 
 
 def open_gates(model: nn.Module) -> None:
@@ -43,19 +42,17 @@ def open_gates(model: nn.Module) -> None:
 def fed(name: str, n: int = N, first: int | list[int] | None = None, behind: int = 0, train: bool = False,
         **given) -> Case:
     """A small network; what is given goes to its class or to its forward, whichever has an argument of the name."""
-    network = next(getattr(library, name) for library in (diffusers, transformers, timm.models)
-                   if hasattr(library, name))
-    config = getattr(transformers, f"{name.removesuffix('Model')}Config", None)
-    has, takes = (inspect.signature(part).parameters for part in (config or network, network.forward))
+    network = getattr(diffusers, name, None) or getattr(timm.models, name)
+    has, takes = (inspect.signature(part).parameters for part in (network, network.forward))
     sizes = {key: size for key, size in SIZES.items() if key in has}
     if "num_single_layers" in has:
         sizes["num_layers"] = 2
     sizes |= {key: value for key, value in given.items() if key in has}
     inputs = INPUTS | dict(hidden_states=VIDEO if "3D" in name else IMAGE)
-    inputs = {key: value for key, value in inputs.items() if key in takes or config and key == "pixel_values"}
+    inputs = {key: value for key, value in inputs.items() if key in takes}
     inputs |= {key: value for key, value in given.items() if key not in has}
     torch.manual_seed(0)
-    model = network(config(**sizes)) if config else network(**sizes)
+    model = network(**sizes)
     open_gates(model)
     blocks = [block for spec in family_of(model).lists for block in model.get_submodule(spec.path)]
     return Case(model.train(train), inputs, blocks, n, first, behind)
@@ -204,12 +201,6 @@ NETWORKS = {
     "Kandinsky6Transformer3DModel, positions across": KANDINSKY6 | dict(ca_rope=True, cross_gates=True),
     "VisionTransformer": ENCODER,
     "VisionTransformer, registers": ENCODER | dict(reg_tokens=2),
-    "Eva": ENCODER | dict(use_rot_pos_emb=True),
-    "Eva, a table for each block and head": ENCODER | dict(use_rot_pos_emb=True, rope_type="mixed", num_reg_tokens=2),
-    "ViTModel": ENCODER,
-    "Dinov2Model": ENCODER,
-    "DINOv3ViTModel": ENCODER | dict(num_register_tokens=2),
-    "Dinov2WithRegistersModel": ENCODER | dict(num_register_tokens=2),
 }
 
 

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import io
 import pickle
 import threading
 import weakref
@@ -155,31 +154,27 @@ def test_another_thread_sees_the_dense_network_and_so_does_a_block_without_route
 
 
 @pytest.mark.parametrize("wrapped_by_accelerate", [False, True])
-def test_a_network_is_copied_inside_as_a_dense_one_and_saved_after_routed(wrapped_by_accelerate):
+def test_a_network_is_copied_and_saved_as_a_dense_one(wrapped_by_accelerate):
     net, noise = Plain(), torch.rand(BATCH, 1, N)
     if wrapped_by_accelerate:
         net.forward = partial(Plain.forward, net)
+    dense = net(X)
     with routed(net, MIDDLE, **NAMED):
-        loss = net(X).square().mean()
-        for save in (pickle.dumps, partial(torch.save, f=io.BytesIO())):
-            with pytest.raises(ValueError, match="cannot be pickled or saved inside routed"):
-                save(net)
-        inside = copy.deepcopy(net)
+        routed_loss = net(X).square().mean()
+        inside = copy.deepcopy(net), pickle.loads(pickle.dumps(net))
         with torch.no_grad():
-            for parameter in inside.parameters():
+            for parameter in inside[0].parameters():
                 parameter.mul_(0.5)
-        dense = inside(X)
-        net(X)
+        halved = inside[0](X)
+        assert not torch.equal(net(X), dense)
     same = Plain()
-    same.load_state_dict(inside.state_dict())
-    assert type(inside) is Plain and torch.equal(dense, same(X)) and torch.equal(inside(X), dense)
-    with routed(inside, MIDDLE, mask_noise=noise, **NAMED), routed(same, MIDDLE, mask_noise=noise, **NAMED):
-        assert torch.equal(inside(X), same(X)) and not torch.equal(inside(X), dense)
-    after = pickle.loads(pickle.dumps(net))
-    assert type(after) is Plain and torch.equal(after(X), net(X)) and "_routed" not in vars(after)
-    assert type(net) is not Plain           # as a backward may still recompute blocks
-    del loss
-    assert type(net) is Plain
+    same.load_state_dict(inside[0].state_dict())
+    assert torch.equal(halved, same(X)) and torch.equal(inside[0](X), halved)
+    with routed(inside[0], MIDDLE, mask_noise=noise, **NAMED), routed(same, MIDDLE, mask_noise=noise, **NAMED):
+        assert torch.equal(inside[0](X), same(X)) and not torch.equal(inside[0](X), halved)
+    for other in (inside[1], pickle.loads(pickle.dumps(net)), copy.deepcopy(net)):
+        assert type(other) is Plain and torch.equal(other(X), dense) and "_routed" not in vars(other)
+    assert routed_loss.isfinite()
 
 
 def tread(**options):
@@ -247,7 +242,8 @@ def test_a_compiled_network_is_two_graphs_one_dense_and_one_routed(how, compiled
             with routed(fast, TWO, mask_noise=noise) as routing:
                 assert torch.allclose(run(fast), expected, atol=1e-5)
             assert routing.ids_keep[0].shape == (len(dense), 8) and len(routing.trials) == 4
-            assert torch.allclose(run(fast), dense, atol=1e-5) and len(compiled.graphs) == 2
+            # the first dense graph was that of another class
+            assert torch.allclose(run(fast), dense, atol=1e-5) and len(compiled.graphs) == 3
 
 
 def test_a_compiled_network_is_routed_at_every_size_and_sizes_are_dynamic_from_the_second_on(compiled):
