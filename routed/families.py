@@ -15,7 +15,6 @@ PLAIN = Family((Blocks("blocks"),))
 FAMILIES: dict[str, Family] = {     # of libraries
     "dit.DiT": Family((Blocks("blocks", {"positions": 1}),)),
     "timm.VisionTransformer": Family((Blocks("blocks"),), front=lambda network, call: network.num_prefix_tokens),
-    "diffusers.DiTTransformer2DModel": Family((Blocks("transformer_blocks"),)),
     "diffusers.PixArtTransformer2DModel": Family((Blocks("transformer_blocks", {MASK: 2}),)),
     "diffusers.SD3Transformer2DModel": Family((Blocks("transformer_blocks", text=TEXT, out=1),)),
     "diffusers.Flux3Transformer2DModel": Family(
@@ -31,7 +30,6 @@ FAMILIES: dict[str, Family] = {     # of libraries
     "diffusers.HiDreamImageTransformer2DModel": Family(
         (Blocks("double_stream_blocks", {ROPE: 1, "hidden_states_masks": 1}, text=TEXT, rejoins=True),
          Blocks("single_stream_blocks", {ROPE: 1, "hidden_states_masks": 1}, rejoins=True)), text_last=True),
-    "diffusers.CogView3PlusTransformer2DModel": Family((Blocks("transformer_blocks", text=TEXT),)),
     "diffusers.CogView4Transformer2DModel": Family((Blocks("transformer_blocks", {ROPE: 0}, text=TEXT),)),
     "diffusers.CogVideoXTransformer3DModel": Family((Blocks("transformer_blocks", {ROPE: 0}, text=TEXT),)),
     "diffusers.AuraFlowTransformer2DModel": Family(
@@ -45,7 +43,6 @@ FAMILIES: dict[str, Family] = {     # of libraries
                                        "temb_ca_scale_shift": 1, "temb_ca_gate": 1}),)),
     "diffusers.CosmosTransformer3DModel": Family(
         (Blocks("transformer_blocks", {ROPE: 0, "extra_pos_emb": 1, "embedded_timestep": -2, "temb": -2}),)),
-    "diffusers.MochiTransformer3DModel": Family((Blocks("transformer_blocks", {ROPE: -3}, text=TEXT),)),
     "diffusers.Kandinsky5Transformer3DModel": Family((Blocks("visual_transformer_blocks", {"rope": 1}),)),
     "diffusers.Kandinsky6Transformer3DModel": Family((Blocks("visual_transformer_blocks", {"vis_rope": -5}),)),
 }
@@ -191,9 +188,6 @@ def given_frame(network: Any, call: dict[Any, Any]) -> int:
 HUNYUAN: dict[Any, Any] = dict(freqs_cis=0, attn_mask=pairs, total_len=fewer, cu_seqlens_q=ends, cu_seqlens_kv=ends,
                max_seqlen_q=fewer, max_seqlen_kv=fewer)
 FAMILIES |= {
-    "diffusers.HunyuanImageTransformer2DModel": Family(
-        (Blocks("transformer_blocks", {ROPE: 0, MASK: 3}, text=TEXT),
-         Blocks("single_transformer_blocks", {ROPE: 0, MASK: 3}, text=TEXT)), text_last=True),
     "diffusers.HunyuanVideoTransformer3DModel": Family(
         (Blocks("transformer_blocks", {"freqs_cis": 0, MASK: 3}, text=TEXT),
          Blocks("single_transformer_blocks", {ROPE: 0, MASK: 3}, text=TEXT)), front=given_frame, text_last=True),
@@ -237,9 +231,7 @@ def grid_rows(table: Any, kept: Any) -> Any:
 WAN = Family((Blocks("blocks", {"rotary_emb": 1, "temb": -3}),))
 FAMILIES |= {
     "diffusers.WanTransformer3DModel": WAN,
-    "diffusers.ChronoEditTransformer3DModel": WAN,
     "diffusers.WanVACETransformer3DModel": Family((Blocks("blocks", {"rotary_emb": 1}, rejoins=True),)),
-    "diffusers.SkyReelsV2Transformer3DModel": Family((Blocks("blocks", {"rotary_emb": 1, "temb": -2}),)),
 }
 CODES |= {
     "WanModel": (Family((Blocks("blocks", {
@@ -254,10 +246,6 @@ REFUSED = {     # what a trial of the blocks does not find
     "WanAnimate2Transformer3DModel": CACHES,
     "NucleusMoEImageTransformer2DModel": "each expert chooses among all tokens, so removing some affects the others",
 }
-PAST_A_ROUTE = (    # arguments of known networks that reach blocks inside a route with values for all tokens
-    "controlnet_block_samples", "controlnet_single_block_samples", "block_controlnet_hidden_states",
-    "block_controlnet_single_hidden_states", "controlnet_hidden_states", "siglip_feats", "kv_cache", "routes",
-    "mask_noise")
 
 
 def fits(spec: Blocks, network: nn.Module) -> bool:

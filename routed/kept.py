@@ -17,19 +17,18 @@ OWN = frozenset(vars(nn.Module()))      # attributes that all modules have
 class RouteBlock:
     """A block of the network, with its description by argument names and its route."""
 
-    def __init__(self, index: int, module: nn.Module, spec: Blocks, joined: bool):
-        self.index, self.module, self.spec = index, module, spec
-        self.inner = unwrapped(module)
+    def __init__(self, index: int, module: nn.Module, spec: Blocks, joined: bool, r: int, route: Any):
+        self.index, self.module, self.spec, self.inner = index, module, spec, unwrapped(module)
         self.joined = joined                # the text that is a stream of earlier blocks is in its sequence
         if isinstance(self.inner, nn.ModuleList):
             raise ValueError(f"{spec.path}.{index} is a {type(self.inner).__name__}, not a block: name a list of "
-                             f"modules that contain their residuals, without chunks (DINOv2: block_chunks=0).")
+                             f"modules that contain their residuals, without chunks.")
         self.names = argument_names(self.inner)
         self.tokens, self.text = map(self.name_of, (spec.tokens, spec.text))
         self.along = {self.name_of(key): axis for key, axis in spec.along.items()}
-        self.r = -1                         # the number of its route
-        self.route: Any = None              # a Route, if it is on one
-        self.starts = self.ends = False
+        self.r, self.route = r, route       # its route, and the route's number, if it is on one
+        self.starts = route is not None and index == route.start_layer_idx
+        self.ends = route is not None and index == route.end_layer_idx
 
     def __str__(self) -> str:
         return f"Route {self.route}, block {self.index} of {self.spec.path}"

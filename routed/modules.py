@@ -74,10 +74,11 @@ def call(module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> An
 
 def recompute(module: Any, of_network: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Calls a block that a backward recomputes in the pass that it reached; a network leaves that to its blocks."""
+    run: Any
     run, depth = (BACKWARD.run(), BACKWARD.depth) if BACKWARD.number == backward_id() else (None, -1)
     block = run and run.routing.block_of.get(module)
     is_known = run is False or run and (depth == len(run.routing.blocks) or block and block.index <= depth)
-    if of_network is not None and of_network.active is None and not is_known:
+    if of_network is not None and not of_network.is_in_network and not is_known:
         raise ValueError(f"A backward inside routed() recomputes {type(module).__name__}, and it is not known in which "
                          f"pass: put the checkpoint around the network or its blocks, not around the loss, or call "
                          f"backward of a dense pass outside.")
@@ -96,12 +97,12 @@ class RoutedModule(nn.Module):
     _routed: Entry | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        is_network = self._routed is not None and self._routed.block is None
-        if is_network and not torch.compiler.is_compiling() and is_compiled_in_place(self):
-            self._routed.routing.try_uncompiled(self, args, kwargs)
-        if is_network and "forward" not in vars(self):
-            return super().__call__(*args, **kwargs)
-        return call(self, super().__call__, args, kwargs)
+        entry, is_entered = self._routed, True
+        if entry is not None and entry.block is None:
+            is_entered = "forward" in vars(self)
+            if not torch.compiler.is_compiling() and is_compiled_in_place(self):
+                entry.routing.try_uncompiled(self, args, kwargs)
+        return call(self, super().__call__, args, kwargs) if is_entered else super().__call__(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._routed is not None and self._routed.block is None:
@@ -115,13 +116,14 @@ class RoutedModule(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Describes the module without routing to pickle and copy."""
-        _, _, state, *rest = super().__reduce_ex__(protocol)
+        reduced: Any = super().__reduce_ex__(protocol)
+        _, _, state, *rest = reduced
         # Another class, as a parametrization's, may have come before this one.
         own = plain_class(self) if "_is_routed" in vars(type(self)) else type(self)
         return own.__new__, (own,), {name: value for name, value in state.items() if name != "_routed"}, *rest
 
 
-def plain_class(module: nn.Module) -> type[nn.Module]:
+def plain_class(module: nn.Module) -> Any:
     """Returns the class that a module was written with, as far as routing changed it."""
     classes = type(module).__mro__
     return classes[classes.index(RoutedModule) + 1] if isinstance(module, RoutedModule) else classes[0]
@@ -136,5 +138,6 @@ def routed_class(plain: Any) -> Any:
 def install(module: nn.Module, routing: Any, block: Any) -> None:
     """Lets a module's calls pass through a routing, until its `_routed` is deleted."""
     if not isinstance(module, RoutedModule):
-        module.__class__ = routed_class(type(module))
+        kind: Any = type(module)
+        module.__class__ = routed_class(kind)
     vars(module)["_routed"] = Entry(routing, block)

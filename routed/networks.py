@@ -59,6 +59,10 @@ class Family:
     free: Callable[[nn.Module, dict[Any, Any]], int] | None = None
     text_last: bool = False
 
+    def joins_text(self, spec: Blocks) -> bool:
+        """True for a list whose sequence has the text that is a stream of its own in an earlier list."""
+        return spec.text is None and any(other.text is not None for other in self.lists[:self.lists.index(spec)])
+
 
 def fewer(count: Any, kept: Any) -> Any:
     """Reduces a number of tokens, for each sample or for all."""
@@ -90,23 +94,22 @@ def by_place(axis: int) -> Callable[..., Any]:
     return for_kept
 
 
-def argument_names(module: nn.Module) -> tuple[str, ...]:
-    """Returns a module's argument names in order; those of `_forward` if forward passes all its arguments to it."""
-    return names_of(plain_class(module))[0]
-
-
 @cache
-def names_of(kind: Any) -> tuple[tuple[str, ...], bool]:
-    """Returns the argument names of a class of modules, and whether its forward accepts any keyword."""
-    takes_any = "**" in str(inspect.signature(kind.forward))
-    for forward in (getattr(kind, name, None) for name in ("forward", "_forward")):
+def names_of(kind: Any) -> tuple[str, ...]:
+    """Returns the argument names of a class of modules; those of `_forward` where forward passes all to it."""
+    for forward in (kind.forward, getattr(kind, "_forward", None)):
         parts = list(inspect.signature(forward).parameters.values())[1:] if forward else []
-        skipped = [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
+        skipped: set[Any] = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
         if any(part.kind == part.VAR_POSITIONAL for part in parts):     # others have no position behind it
-            skipped.append(inspect.Parameter.KEYWORD_ONLY)
+            skipped.add(inspect.Parameter.KEYWORD_ONLY)
         if names := tuple(part.name for part in parts if part.kind not in skipped):
-            return names, takes_any
-    return (), takes_any
+            return names
+    return ()
+
+
+def argument_names(module: nn.Module) -> tuple[str, ...]:
+    """Returns the names of a module's arguments in order."""
+    return names_of(plain_class(module))
 
 
 @cache
@@ -149,4 +152,5 @@ def network_of(model: nn.Module) -> nn.Module:
     if any(type(part).__name__ == "FullyShardedDataParallel" for part in model.modules()):
         raise ValueError("FSDP1 (FullyShardedDataParallel) hides a network's blocks in wrappers; shard it with FSDP2, "
                          "torch.distributed.fsdp.fully_shard.")
-    return unwrapped(model.get_base_model() if hasattr(model, "get_base_model") else model)
+    base: Any = model
+    return unwrapped(base.get_base_model() if hasattr(model, "get_base_model") else base)

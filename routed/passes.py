@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from routed import families
 from routed.kept import Kept, RouteBlock, replaced, tokens_in
 from routed.modules import BACKWARD, is_compiled_in_place
 from routed.nested import PLAIN_VALUES, leaves
+from routed.networks import pairs
 from routed.sealed import Sealed, seal, unsealed
 from routed.trial import candidates, offer
 
@@ -27,6 +27,7 @@ class Pass:
     def __init__(self, routing: Any, arguments: dict[Any, Any], of_network: bool):
         """Counts tokens from the network's arguments; raises ValueError for arguments that cannot be routed."""
         self.routing, self.of_network, self.last, self.recomputes = routing, of_network, -1, False
+        self.is_open = True                 # its blocks may be called
         self.is_compiled = torch.compiler.is_compiling()
         self.seals = routing.options.probe and not self.is_compiled
         # By number of route. In a `Kept`, which refers to this pass, tensors would wait for the garbage collector.
@@ -35,10 +36,6 @@ class Pass:
         self.returned: tuple[Any, Any] = None, None             # the latest block, and its tokens
         self.text = 0                       # tokens of text that has its own stream in some blocks
         family, network, mask = routing.family, routing.network, routing.options.keep_mask
-        for name in () if routing.is_described else families.PAST_A_ROUTE:
-            if arguments.get(name) not in (None, ()):
-                raise ValueError(f"{name} gives blocks inside a route values for all tokens, so the network cannot be "
-                                 f"routed: call it without {name}, or without routed().")
         self.batch = samples_in([*map(arguments.get, routing.arguments), *arguments.values()])
         self.front = family.front(network, arguments) if family.front else routing.options.keep or 0     # or (B,)
         self.free = family.free(network, arguments) if family.free else 0
@@ -46,18 +43,16 @@ class Pass:
 
     def end(self) -> None:
         """Frees the tokens of a pass that is over or broke off, whose graph would hold them for ever."""
-        self.returned, ends = (None, None), [route.end_layer_idx for route in self.routing.routes]
+        self.is_open, self.returned, ends = False, (None, None), [route.end_layer_idx for route in self.routing.routes]
         self.before_route = {r: x for r, x in self.before_route.items() if ends[r] <= self.last}
 
     def advance(self, block: int) -> None:
         """Records that a block is called, or, for the number of blocks, that the pass is over."""
         depth = len(self.routing.blocks)
-        if block == depth and self.last == -1:
-            raise ValueError(f"{type(self.routing.network).__name__} called none of its {depth} blocks in "
-                             f"{self.routing.blocks[0].spec.path}: name the blocks that its forward calls.")
         if block != self.last + 1:
             raise ValueError(f"After block {self.last} came {'the end' if block == depth else f'block {block}'}: a "
-                             f"route needs each of the {depth} blocks once, from the first to the last.")
+                             f"route needs each of the {depth} blocks of {type(self.routing.network).__name__} once, "
+                             f"from the first to the last. Name a list of blocks that its forward calls.")
         self.last = block
 
     def recompute(self, block: RouteBlock, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -215,7 +210,7 @@ class Pass:
                 raise ValueError(f"{block}: {name} holds {sorted(map(str, value))}, which may have values per token: "
                                  f"call the network without it, or name it in along=.")
             axes = candidates(kept, value)
-            if axes and (self.routing.is_described or families.pairs in axes):
+            if axes and (self.routing.is_described or pairs in axes):
                 unnamed[name] = axes
         if unnamed:
             raise ValueError(f"{block}: {offer(kept, by_name, unnamed)}")

@@ -14,7 +14,7 @@ from routed import families
 from routed.kept import RouteBlock
 from routed.modules import BACKWARD, install, plain_class
 from routed.nested import leaves, mapped
-from routed.networks import Blocks, Family, argument_names, defaults_of, names_of, network_of, owner_of
+from routed.networks import Blocks, Family, argument_names, defaults_of, network_of, owner_of
 from routed.passes import Pass
 from routed.sealed import Sealed
 from routed.trial import TRIED, Trial, Trials, on_copies
@@ -33,15 +33,14 @@ class Routing:
         self.network, self.options = network, options           # the keywords of `routed`
         self.family = described(network, options)
         self.is_described = options.family is not None or options.blocks is not None    # by the user
-        self.blocks = self.list_blocks()
+        listed = [(spec, module) for spec in self.family.lists for module in spec.modules_of(network, options.blocks)]
+        self.routes = checked(routes, len(listed))
+        on_route = {i: (r, route) for r, route in enumerate(self.routes) if route.selection_ratio > 0
+                    for i in range(route.start_layer_idx, route.end_layer_idx + 1)}
+        self.blocks = [RouteBlock(i, module, spec, self.family.joins_text(spec), *on_route.get(i, (-1, None)))
+                       for i, (spec, module) in enumerate(listed)]
         self.block_of = {block.module: block for block in self.blocks}
-        if repeated := len(self.blocks) - len(self.block_of):
-            raise ValueError(f"{repeated} of {len(self.blocks)} blocks repeat an earlier one, but a route needs "
-                             f"blocks that are called once.")
-        self.routes = self.put_on_blocks(routes)
         router = getattr(network, "router", None)
-        if isinstance(router, nn.Module):
-            raise ValueError("This network fuses its own route: call it with routes=net.routes instead.")
         self.router = options.router or (router if isinstance(router, Router) else Router())
         self.arguments, self.defaults = argument_names(network), defaults_of(plain_class(network))
         self.tries = TRIED.setdefault(network, Trials()) if options.probe and not options.ordered else None
@@ -49,45 +48,19 @@ class Routing:
         self.trials: list[Trial] = []
         self.thread = threading.get_ident()
         self.pauses = 0                         # `routed(model, [])` inside
-        self.active: Pass | None = None         # the pass whose blocks are being called
-        self.latest: Pass | None = None
+        self.run: Pass | None = None            # the latest pass
 
-    def list_blocks(self) -> list[RouteBlock]:
-        blocks: list[RouteBlock] = []
-        for spec in self.family.lists:
-            joined = spec.text is None and any(block.text is not None for block in blocks)
-            for module in spec.modules_of(self.network, self.options.blocks):
-                blocks.append(RouteBlock(len(blocks), module, spec, joined))
-        names = {name for block in blocks for name in block.names[1:]}
-        takes_any = any(names_of(plain_class(block.inner))[1] for block in blocks)
-        if unknown := [key for key in self.options.along or () if isinstance(key, str) and key not in names
-                       and not takes_any]:
-            raise ValueError(f"along= names {unknown[0]!r}; besides tokens the blocks take {sorted(names)}.")
-        return blocks
-
-    def put_on_blocks(self, routes: list[Any]) -> tuple[Route, ...]:
-        """Puts the blocks on their routes, whose numbers it resolves and sorts; raises ValueError if it cannot."""
-        if others := [route for route in routes if not isinstance(route, Route)]:
-            raise ValueError(f"{others[0]!r} is not a route: write Route(start_layer_idx, end_layer_idx, "
-                             f"selection_ratio), and Route(**part) for a dict.")
-        resolved = resolve_routes(routes, len(self.blocks))
-        for r, route in enumerate(resolved):
-            if not route.is_identity or route.path_drop:
-                raise ValueError(f"Route {route}: routed() returns tokens unchanged, so it does not support x_T, "
-                                 f"x_D_last, return_from and path_drop.")
-            if route.selection_ratio > 0:
-                for block in self.blocks[route.start_layer_idx:route.end_layer_idx + 1]:
-                    block.r, block.route = r, route
-                    block.starts, block.ends = block.index == route.start_layer_idx, block.index == route.end_layer_idx
-        return resolved
+    @property
+    def is_in_network(self) -> bool:
+        """True while the network's forward runs."""
+        return self.run is not None and self.run.is_open and self.run.of_network
 
     def close(self) -> None:
         """Ends the routing; a backward that comes later finds its passes by the graph."""
         if self.tries:
             self.trials = [row for row in self.tries.rows.values() if isinstance(row, Trial)]
-            if self.latest is not None and self.latest.is_compiled:
+            if self.run is not None and self.run.is_compiled:
                 self.tries.warn_of_compiled(type(self.network).__name__)
-        self.active = None
         self.end()
         for module in (self.network, *self.block_of):
             vars(module).pop("_routed", None)
@@ -101,28 +74,27 @@ class Routing:
                              f"use_reentrant=False, or detach the input.")
         if block is None:
             return self.call_network(forward, args, kwargs)
-        if block.index == 0 and (self.active is None or not self.active.of_network):
-            self.active = self.begin({}, of_network=False)
-        elif self.active is None:
+        run = self.run
+        if block.index == 0 and not self.is_in_network:
+            run = self.begin({}, of_network=False)
+        if run is None or not run.is_open:
             raise ValueError(f"Block {block.index} of {block.spec.path} is called outside of a pass: inside routed() "
                              f"call the network, or its blocks from the first to the last.")
-        run = self.active
         run.advance(block.index)
         output = run.call(block, forward, args, kwargs)
         if block.index == len(self.blocks) - 1 and not run.of_network:
-            self.active = None
             run.end()
         return output
 
-    def call_network(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.active is not None and self.active.of_network:      # its forward, inside of its call
+    def call_network(self, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        if self.is_in_network:              # its forward, inside of its call
             return forward(*args, **kwargs)
         names = self.arguments or range(len(args))
-        run = self.active = self.begin(self.defaults | dict(zip(names, args, strict=False)) | kwargs, of_network=True)
+        run = self.begin(self.defaults | dict(zip(names, args, strict=False)) | kwargs, of_network=True)
         try:
             output = forward(*args, **kwargs)
         finally:
-            self.active = None
+            run.is_open = False
         run.advance(len(self.blocks))
         if not run.is_compiled and (read := [x for x in leaves(output) if isinstance(x, Sealed)]):
             raise ValueError(f"The network returns what block {read[0].after.index} returns, with some tokens on a "
@@ -133,8 +105,8 @@ class Routing:
 
     def try_uncompiled(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
         """Runs a compiled network once uncompiled and without gradients, before its first call, to try its blocks."""
-        is_inside = self.active is not None or self.pauses or threading.get_ident() != self.thread
-        if is_inside or not self.tries or self.tries.has_verdict:
+        if not self.tries or self.tries.has_verdict or self.is_in_network or self.pauses \
+                or threading.get_ident() != self.thread:
             return
         args, kwargs = mapped(lambda part: part.detach().clone() if type(part) is Tensor else part, (args, kwargs))
         device = next((part.device for part in leaves([args, kwargs]) if isinstance(part, Tensor)), torch.device("cpu"))
@@ -146,32 +118,42 @@ class Routing:
     def begin(self, arguments: dict[Any, Any], of_network: bool) -> Pass:
         """Begins a pass of the network with these arguments, or of its blocks alone."""
         self.end()
-        self.latest = Pass(self, arguments, of_network)
-        self.ids_keep = self.latest.ids_keep
-        return self.latest
+        self.run = Pass(self, arguments, of_network)
+        self.ids_keep = self.run.ids_keep
+        return self.run
 
     def end(self) -> None:
-        if self.latest is not None:
-            self.latest.end()
-        self.latest = None
+        if self.run is not None:
+            self.run.end()
+        self.run = None
 
 
-def described(network: nn.Module, options: Any) -> Any:
+def checked(routes: list[Any], depth: int) -> tuple[Route, ...]:
+    """Returns the routes, resolved and in order of depth; raises ValueError for those that routed() does not have."""
+    for route in routes:
+        if not isinstance(route, Route):
+            raise ValueError(f"{route!r} is not a route: write Route(start_layer_idx, end_layer_idx, selection_ratio), "
+                             f"and Route(**part) for a dict.")
+        if not route.is_identity or route.path_drop:
+            raise ValueError(f"Route {route}: routed() returns tokens unchanged, so it does not support x_T, x_D_last, "
+                             f"return_from and path_drop.")
+    return resolve_routes(routes, depth)
+
+
+def described(network: nn.Module, options: Any) -> Family:
     """Returns the description of a network: the user's, or the known one as along= and keep= correct it."""
     if options.family is not None and (options.blocks, options.along, options.keep) != (None, None, None):
         raise ValueError("blocks=, along= and keep= describe a network, as family= does: leave them out.")
-    if not isinstance(options.keep, int | None) or (options.keep or 0) < 0:
+    if options.keep is not None and not (isinstance(options.keep, int) and options.keep >= 0):
         raise ValueError(f"keep={options.keep!r} must be a number of leading tokens: use keep_mask= for others.")
     if (name := owner_of(network).__name__) in families.REFUSED:
         raise ValueError(f"{name} cannot be routed exactly: {families.REFUSED[name]}.")
-    if options.family is not None:
-        return options.family
     along = dict(options.along or {})
     if options.blocks is not None:
         return Family((Blocks(options.blocks if isinstance(options.blocks, str) else "blocks=", along),))
-    family = families.family_of(network)
-    if options.keep is not None and (family.front or family.free or any(spec.text is not None
-                                                                        for spec in family.lists)):
+    family: Family = options.family or families.family_of(network)
+    if options.keep is not None and (family.front or family.free or any(
+            spec.text is not None for spec in family.lists)):
         raise ValueError(f"keep= does not apply: {type(network).__name__} is known, and its tokens that are never "
                          f"routed are counted. Use keep_mask= for others.")
     return replace(family, lists=tuple(replace(spec, along={**spec.along, **along}) for spec in family.lists))
@@ -226,11 +208,11 @@ def routed(
              if hasattr(part, "_orig_mod") and network in part.modules()]
     try:
         yield routing
-        if routing.latest is None:
+        if routing.run is None:
             raise ValueError(f"{type(network).__name__} was not called inside routed(), so nothing was routed: call "
                              f"this very network inside the `with` block.")
-        if routing.latest.last < len(routing.blocks):
-            routing.latest.advance(len(routing.blocks))
+        if routing.run.last < len(routing.blocks):
+            routing.run.advance(len(routing.blocks))
     finally:
         for hook in hooks:
             hook.remove()

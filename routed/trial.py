@@ -48,22 +48,20 @@ class Trial:
 class Trials:
     """Tries the blocks of a network, each once for a kind of arguments in all `with` blocks, and lists the results."""
 
-    rows: dict[tuple[Any, ...], Trial | int | None] = field(default_factory=dict)   # int: passes without a verdict
+    rows: dict[tuple[Any, ...], Trial | int] = field(default_factory=dict)          # int: passes without a verdict
     sizes: dict[tuple[Any, ...], tuple[int, ...]] = field(default_factory=dict)     # the largest of its arguments
     warned: bool = False
 
     @property
     def has_verdict(self) -> bool:
-        return any(not isinstance(row, int) for row in self.rows.values())
+        return any(isinstance(row, Trial) or row == PATIENCE for row in self.rows.values())
 
-    def kind_of(self, kept: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    def kind_of(self, kept: Any) -> tuple[tuple[Any, ...], tuple[int, ...]]:
         """Returns what a block's behaviour may depend on, besides values of tensors, and the sizes of its arguments."""
-        block, values = kept.block, [*kept.arguments.items()]
         axes = [(name, getattr(axis, "__qualname__", str(axis))) for name, axis in kept.along.items()]
-        kinds = [(name, *map(kind_of, leaves(value))) for name, value in values]
-        tensors = [part for _, value in values for part in leaves(value) if isinstance(part, Tensor)]
-        sizes = [size for part in tensors for size in part.shape]
-        return (block.index, len(kept.ids) > 1, block.settings, *axes, *kinds), tuple(sizes)
+        kinds = [(name, *map(kind_of, leaves(value))) for name, value in kept.arguments.items()]
+        sizes = [size for part in leaves(kept.arguments) if isinstance(part, Tensor) for size in part.shape]
+        return (kept.block.index, len(kept.ids) > 1, kept.block.settings, *axes, *kinds), tuple(sizes)
 
     def try_block(self, kept: Any, call: Callable[..., Any]) -> str:
         """Raises ValueError for a block whose output depends on more than its tokens and the arguments in `along`.
@@ -71,28 +69,21 @@ class Trials:
         `call` calls a function like the block's forward with arguments by name. Returns the cause if the trial failed,
         as the block may.
         """
-        block, (here, sizes), rows = kept.block, self.kind_of(kept), self.rows
-        largest = self.sizes.get(here, sizes)
-        if here in rows and not isinstance(rows[here], int) and all(map(int.__le__, sizes, largest)):
+        here, sizes = self.kind_of(kept)
+        before, largest = self.rows.get(here, 0), self.sizes.get(here, sizes)
+        if before == PATIENCE or isinstance(before, Trial) and all(map(int.__le__, sizes, largest)):
             return ""
         row, reason, failed = in_thread(lambda: measure(kept, call), kept.ids.device)
-        if row is None:
-            self.wait(here, block, reason)
-            return cause(kept) if failed else ""
-        if not row.deviation <= row.tolerance:
-            raise ValueError(f"{block} {reason} by {row.deviation:.2g} of what it adds (tolerance {row.tolerance:.1g}, "
-                             f"{row.dtype}). Cause: {cause(kept)}. If it depends on their order alone (causal "
-                             f"attention, scans), set ordered=True.")
-        rows[here], self.sizes[here] = row, tuple(map(max, sizes, largest))
-        return ""
-
-    def wait(self, here: tuple[Any, ...], block: Any, reason: str) -> None:
-        """Counts a pass without a verdict; after the last, warns once for the network."""
-        passes = self.rows.get(here, 0)
-        self.rows[here] = passes + 1 if isinstance(passes, int) and passes + 1 < PATIENCE else None
-        if self.rows[here] is None:
-            self.warn(f"{block} could not be tried in {PATIENCE} passes ({reason}), so whether it may be routed is not "
-                      f"known. It is trusted from now on.")
+        if row is not None and not row.deviation <= row.tolerance:
+            raise ValueError(f"{kept.block} {reason} by {row.deviation:.2g} of what it adds (tolerance "
+                             f"{row.tolerance:.1g}, {row.dtype}). Cause: {cause(kept)}. If it depends on their order "
+                             f"alone (causal attention, scans), set ordered=True.")
+        self.rows[here] = row or (before + 1 if isinstance(before, int) else 1)
+        self.sizes[here] = tuple(map(max, sizes, largest))
+        if self.rows[here] == PATIENCE:
+            self.warn(f"{kept.block} could not be tried in {PATIENCE} passes ({reason}), so whether it may be routed "
+                      f"is not known. It is trusted from now on.")
+        return cause(kept) if failed else ""
 
     def warn_of_compiled(self, name: str) -> None:
         if not self.has_verdict:
@@ -100,6 +91,7 @@ class Trials:
                       f"Run one pass inside routed() before compiling, or pass routed() the compiled module.")
 
     def warn(self, message: str) -> None:
+        """Warns once for a network."""
         if not self.warned:
             self.warned = True
             warnings.warn(message, stacklevel=2)
@@ -171,20 +163,20 @@ def cause(kept: Any) -> str:
 
 def measure(kept: Any, call: Callable[..., Any]) -> tuple[Trial | None, str, bool]:
     """Returns the result of a trial and what it means, or None and why there is none; and whether the block failed."""
-    reasons: list[tuple[str, bool]] = []
-    # What computes in one precision alone is tried in that, and a block with noise of its own in evaluation.
-    for dtype, mode in product((torch.float32, None), (None, False)):
-        if mode is False and not (reasons[-1] == (RANDOM, False) and kept.block.module.training):
-            continue
+    reasons: list[str] = []
+    failed = False
+    for dtype in (torch.float32, None):     # what computes in one precision alone is tried in that
         try:
-            row, reason = measured(kept, call, dtype, mode)
+            row, reason = measured(kept, call, dtype, None)
+            if reason == RANDOM and kept.block.module.training:     # perhaps not in evaluation
+                row, reason = measured(kept, call, dtype, False)
             failed = False
         except Exception as error:
             row, reason, failed = None, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", True
         if row is not None:
             return row, reason, False
-        reasons.append((reason, failed))
-    return None, reasons[0][0], reasons[-1][1]
+        reasons.append(reason)
+    return None, reasons[0], failed
 
 
 def measured(kept: Any, call: Callable[..., Any], dtype: torch.dtype | None, mode: bool | None,
@@ -255,21 +247,19 @@ def joint_deviation(run: Callable[..., Any], ids: Tensor, added: float, limit: f
     """Compares one call for each sample with one for all, where all samples keep the same tokens."""
     shared = ids[:1].expand(len(ids), -1)
     try:
-        _, batch, left = run(shared, False)
+        _, joint, left = run(shared, False)
     except Exception:                       # a description that is made for single samples
         return 0.0, ""
     _, single, left_single = run(shared, True)
-    found = [(rms(one - two) / (added if i == 0 else max(rms(one), 1e-9)), "changes")
-             for i, (one, two) in enumerate(zip(outputs(batch), outputs(single), strict=True))
-             if isinstance(one, Tensor) and one.is_floating_point()]
-    same = len(left) == len(left_single) and all(
-        one.shape == two.shape and rms(one - two) <= limit * rms(one)
-        for one, two in zip(left, left_single, strict=True) if one.is_floating_point())
-    found.append((0.0 if same else math.inf, "stores something else, and it changes"))
-    deviation, what = max(found)
-    return deviation, (f"is called once for each sample, because along= names axis 0, and {what} if it is called for "
-                       f"all: an argument that all samples share is as long as the batch, or it computes over the "
-                       f"batch. Pass it table[None] and name axis 1. It differs")
+    both = [(one, two) for one, two in [*zip(outputs(joint), outputs(single), strict=True),
+                                        *zip(left, left_single, strict=False)]
+            if isinstance(one, Tensor) and one.is_floating_point()]
+    deviation = max(min(math.inf, rms(one - two) / max(rms(one) if i else added, 1e-9)) if one.shape == two.shape
+                    else math.inf for i, (one, two) in enumerate(both))
+    deviation = deviation if len(left) == len(left_single) else math.inf
+    return deviation, ("is called once for each sample, because along= names axis 0, and what it returns or stores "
+                       "changes if it is called for all: an argument that all samples share is as long as the batch, "
+                       "or it computes over the batch. Pass it table[None] and name axis 1. It differs")
 
 
 def outputs(value: Any) -> list[Any]:

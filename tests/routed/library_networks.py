@@ -115,7 +115,6 @@ def qwen21(condition: int = 0, **given) -> dict:
 
 
 NETWORKS = {
-    "DiTTransformer2DModel": dict(timestep=TIME.long(), class_labels=torch.tensor([1, 2, 3])),
     "PixArtTransformer2DModel": dict(added_cond_kwargs={}),
     "PixArtTransformer2DModel, masked": dict(
         added_cond_kwargs={}, attention_mask=torch.rand(BATCH, N, generator=torch.Generator().manual_seed(2)) > 0.3),
@@ -148,12 +147,10 @@ NETWORKS = {
     "HiDreamImageTransformer2DModel, padded": HIDREAM | dict(
         hidden_states=randn(BATCH, N, 16), img_ids=PLACES.expand(BATCH, -1, -1), img_sizes=[(SIDE, SIDE)] * BATCH,
         hidden_states_masks=(torch.arange(N) < torch.tensor([[N], [9], [11]])).float()),
-    "CogView3PlusTransformer2DModel": COORDINATES,
     "CogView4Transformer2DModel": COORDINATES | dict(rope_axes_dim=(8, 8)),
     "CogVideoXTransformer3DModel": dict(
         hidden_states=VIDEO.transpose(1, 2), sample_width=8, sample_height=4, sample_frames=5, max_text_seq_length=TEXT,
         use_rotary_positional_embeddings=True, image_rotary_emb=(ANGLES.cos(), ANGLES.sin())),
-    "HunyuanImageTransformer2DModel": TWO_TEXTS | dict(first=0, patch_size=(2, 2), rope_axes_dim=(4, 4)),
     "AuraFlowTransformer2DModel": dict(
         num_mmdit_layers=2, num_single_dit_layers=2, pos_embed_max_size=64, timestep=SHARE),
     "Lumina2Transformer2DModel": MASKED | dict(
@@ -180,11 +177,6 @@ NETWORKS = {
     "WanTransformer3DModel, a time for each token": WAN | dict(timestep=TIMES),
     "WanVACETransformer3DModel": WAN | dict(
         vace_layers=[0, 2], vace_in_channels=4, control_hidden_states=randn(*VIDEO.shape, seed=5)),
-    "SkyReelsV2Transformer3DModel": WAN,
-    "SkyReelsV2Transformer3DModel, a time for each frame": WAN | dict(
-        timestep=TIMES[:, :GRID[0]], enable_diffusion_forcing=True),
-    "ChronoEditTransformer3DModel": WAN,
-    "ChronoEditTransformer3DModel, a time for each token": WAN | dict(timestep=TIMES),
     "LTXVideoTransformer3DModel": LTX,
     "LTXVideoTransformer3DModel, a time for each token": LTX | dict(timestep=TIMES),
     "LTX2VideoTransformer3DModel": LTX2,
@@ -193,8 +185,6 @@ NETWORKS = {
     "CosmosTransformer3DModel": COSMOS,
     "CosmosTransformer3DModel, a time for each frame": COSMOS | dict(
         timestep=TIMES[:, None, :GRID[0], None, None]),
-    "MochiTransformer3DModel": dict(
-        first=0, max_sequence_length=TEXT, num_attention_heads=8, encoder_attention_mask=TEXT_MASK),
     "Kandinsky5Transformer3DModel": KANDINSKY | dict(
         visual_rope_pos=tuple(map(torch.arange, GRID)), text_rope_pos=torch.arange(TEXT)),
     "Kandinsky6Transformer3DModel": KANDINSKY6,

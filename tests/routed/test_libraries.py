@@ -101,9 +101,8 @@ def test_class_and_register_tokens_are_kept_by_every_entry_to_an_encoder(name, e
 
 
 @pytest.mark.parametrize(("name", "says", "inputs"), [
-    ("FluxTransformer2DModel", "controlnet_block_samples", dict(controlnet_block_samples=[torch.zeros(BATCH, N, 16)])),
-    ("SD3Transformer2DModel", "block_controlnet_hidden_states",
-     dict(block_controlnet_hidden_states=[torch.zeros(BATCH, N, 16)])),
+    ("SD3Transformer2DModel", "computes with the others", dict(
+        block_controlnet_hidden_states=[torch.zeros(BATCH, N, 16)])),
     ("FluxTransformer2DModel", "holds ['attention_mask']",
      dict(joint_attention_kwargs=dict(attention_mask=torch.ones(BATCH, 1, 1, N + TEXT) > 0))),
     ("SD3Transformer2DModel", "After block 0 came block 2", dict(skip_layers=[1])),

@@ -201,7 +201,7 @@ def test_our_own_network_gives_the_same_bits_as_by_its_argument_and_every_pass_s
     torch.manual_seed(9)
     assert torch.equal(out, net(*BATCH_OF_4, routes=routes))
     assert "routed already" in refused(net, TWO, lambda: routed(net, TWO).__enter__())
-    assert "routes gives blocks" in refused(net, TWO, lambda: net(*BATCH_OF_4, routes=routes))
+    assert "computes with the others" in refused(net, TWO, lambda: net(*BATCH_OF_4, routes=routes))
 
 
 # ---- compilation ----------------------------------------------------------------------------------------------------

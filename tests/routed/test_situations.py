@@ -281,7 +281,8 @@ REFUSED = {     # network, its description, and what the error says
     "a padding mask that nobody named": (
         made(masked, lambda part, x: part(x, PADDING[:len(x)])), {},
         r"mask is \(\d, 16\), as long as the tokens"),
-    "a name that blocks do not have": (made(turned(), with_table()), dict(along={"rop": 0}), "names 'rop'"),
+    "a name that blocks do not have": (made(turned(), with_table()), dict(along={"rop": 0}),
+                                       "write along={'rop': 0, 'rope': "),
     # tokens, and what else a block returns
     "text as tokens": (made(lambda self, context, x: self.attend(x), lambda part, x: part(torch.zeros_like(x), x)), {},
                        r"x is \(\d, 16, 8\), as long as the tokens"),
@@ -312,14 +313,14 @@ REFUSED = {     # network, its description, and what the error says
     "REPA's projector": (made(attention, forward=projected), {}, "After block 0 .* computes with the others"),
     "hidden states": (made(attention, forward=hidden_states), {}, "returns what block 0 returns.*as features"),
     "a block twice": (made(attention, make=lambda parts: nn.ModuleList([*parts, parts[0]])), {},
-                      "1 of 5 blocks repeat an earlier one"),
+                      "After block -1 came block 4"),
     "groups of blocks": (made(attention, make=lambda parts: nn.ModuleList([nn.ModuleList(parts)] * 2)), {},
                          "blocks.0 is a ModuleList, not a block"),
     "chunks of blocks": (made(attention, make=lambda parts: nn.ModuleList([type("BlockChunk", (nn.ModuleList,), dict(
         forward=lambda self, x: x))(parts)] * 2)), {}, "blocks.0 is a BlockChunk, not a block"),
     "another order": (made(attention, forward=in_order(0, 2, 1, 3)), {}, "After block 0 came block 2"),
     "blocks that are left out": (made(attention, forward=in_order(0, 1, 2)), {}, "After block 2 came the end"),
-    "no block": (made(attention, forward=in_order()), {}, "Somebodys called none of its 4 blocks in blocks"),
+    "no block": (made(attention, forward=in_order()), {}, "came the end: .* 4 blocks of Somebodys once.* Name a list"),
     "a pass that stops early": (HIDDEN, dict(call=lambda case: case.blocks[0](X)), "After block 0 came the end"),
     "a pass that stops early, twice": (HIDDEN, dict(call=lambda case: [case.blocks[0](X) for _ in range(2)]),
                                        "After block 0 came the end"),
