@@ -82,12 +82,11 @@ class Kept:
         length = self.length if length is None else length
         if length == self.run.free:
             return self.ids
-        free = self.run.places(self.before if length == self.complete else 0, self.ids.device)
-        free = (free if self.sample is None or len(free) == 1 else free[self.sample, None]).expand(len(self.ids), -1)
-        may_move = self.ids.new_zeros(len(self.ids), length).scatter(1, free, 1)
-        kept = free.gather(1, self.ids)
-        index = may_move.scatter(1, kept, 0).argsort(dim=1, stable=True)[:, :length - self.num_routed]
-        return index.masked_scatter(may_move.gather(1, index) > 0, kept) if self.is_trial else index
+        first = self.run.first(self.before if length == self.complete else 0, self.sample)
+        index = torch.arange(length - self.num_routed, device=self.ids.device)[None]
+        number = (index - first).expand(len(self.ids), -1)                  # among those that may be routed
+        kept = self.ids.gather(1, number.clamp(0, self.ids.shape[1] - 1)) + first
+        return torch.where(number < 0, index, torch.where(number < self.ids.shape[1], kept, index + self.num_routed))
 
     def order(self) -> Tensor:
         """Returns where in ascending order the tokens of the stream are (B, length - num_routed)."""

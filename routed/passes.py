@@ -181,8 +181,9 @@ class Pass:
             if routing.options.grow:        # on a GPU this waits
                 most = max(self.free - int(self.free * ratio), int(mask.sum(dim=1).max()))
                 ratio = Fraction(self.free - most, self.free)
-        places = self.places(self.before(block) if block.joined else 0, x.device).expand(batch, -1)
-        ids = routing.router.get_mask(routing.router.start_route(x.detach(), places), ratio, noise, mask)
+        places = self.first(self.before(block) if block.joined else 0) + torch.arange(self.free, device=x.device)[None]
+        may_leave = routing.router.start_route(x.detach(), places.expand(batch, -1))
+        ids = routing.router.get_mask(may_leave, ratio, noise, mask)
         if self.ids_keep[block.r] is None:      # a recomputation samples only to repeat all operations
             self.ids_keep[block.r], self.before_route[block.r] = ids, x
 
@@ -191,11 +192,11 @@ class Pass:
         has_text = block.joined or block.text is not None
         return self.text if has_text and not self.routing.family.text_last else 0
 
-    def places(self, before: int, device: torch.device) -> Tensor:
-        """Returns the positions (B or 1, n) of the tokens that may be routed, behind so many tokens of text."""
-        first = self.front + before
-        first = first[:, None] if isinstance(first, Tensor) else first
-        return first + torch.arange(self.free, device=device)[None]
+    def first(self, before: int, sample: int | None = None) -> Any:
+        """Returns the position of the first token that may be routed, behind so many tokens of text: one, or (B, 1)."""
+        if not isinstance(self.front, Tensor):
+            return self.front + before
+        return (self.front if sample is None else self.front[sample, None])[:, None] + before
 
     def check_named(self, kept: Kept, by_name: Callable[..., Any]) -> None:
         """Raises ValueError for an unnamed value as long as the tokens, as a block might cut it to its own length.
