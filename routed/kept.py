@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from routed.nested import by_axis, leaves
-from routed.networks import Blocks, argument_names, unwrapped
+from routed.networks import Blocks, argument_names, gathered, unwrapped
 
 OWN = frozenset(vars(nn.Module()))      # attributes that all modules have
 
@@ -171,14 +171,6 @@ class Kept:
             before_route = nn.functional.pad(
                 before_route, (0, 0, before, self.length - before - before_route.shape[1]))
         return run.routing.router.end_route(x, self.places(), before_route.to(x.dtype))
-
-
-def gathered(value: Tensor, index: Tensor, axis: int) -> Tensor:
-    """Returns the rows of an index (B, n) along an axis of a tensor (B or 1, …)."""
-    # take_along_dim would make the sizes constants in a compiled graph.
-    before, behind = value.shape[1:axis], value.shape[axis + 1:]
-    index = index.view(len(index), *[1] * (axis - 1), -1, *[1] * len(behind)).expand(-1, *before, -1, *behind)
-    return value.expand(len(index), *value.shape[1:]).gather(axis, index)
 
 
 def joined(outs: list[Any]) -> Any:

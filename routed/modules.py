@@ -42,7 +42,7 @@ class Backward(threading.local):
 
     def mark(self, output: Any, run: Any, depth: int) -> None:
         """Lets a backward through an output say that it has reached a pass there."""
-        for x in leaves(output) if torch.is_grad_enabled() else ():
+        for x in leaves(output) if torch.is_grad_enabled() and not torch.compiler.is_compiling() else ():
             if isinstance(x, Tensor) and x.grad_fn is not None:
                 x.register_hook(partial(self.reach, run, depth))
 
@@ -84,7 +84,7 @@ def recompute(module: Any, of_network: Any, forward: Callable[..., Any], args: A
                          f"backward of a dense pass outside.")
     if not is_known:                        # it has left the pass: a backward goes from the last block to the first
         BACKWARD.reach(False, -1)
-    return run.recompute(block, forward, args, kwargs) if block and is_known else forward(*args, **kwargs)
+    return run.call(block, forward, args, kwargs, is_first=False) if block and is_known else forward(*args, **kwargs)
 
 
 class RoutedModule(nn.Module):

@@ -64,6 +64,14 @@ class Family:
         return spec.text is None and any(other.text is not None for other in self.lists[:self.lists.index(spec)])
 
 
+def gathered(value: Tensor, index: Tensor, axis: int) -> Tensor:
+    """Returns the rows of an index (B, n) along an axis of a tensor (B or 1, …)."""
+    # take_along_dim would make the sizes constants in a compiled graph.
+    before, behind = value.shape[1:axis], value.shape[axis + 1:]
+    index = index.view(len(index), *[1] * (axis - 1), -1, *[1] * len(behind)).expand(-1, *before, -1, *behind)
+    return value.expand(len(index), *value.shape[1:]).gather(axis, index)
+
+
 def fewer(count: Any, kept: Any) -> Any:
     """Reduces a number of tokens, for each sample or for all."""
     return count - kept.num_routed
@@ -75,8 +83,7 @@ def pairs(mask: Tensor, kept: Any) -> Tensor:
     index, batch = kept.places(mask.shape[-1]), len(kept.ids)
     is_folded = mask.ndim == 3 and len(mask) > batch > 1 and len(mask) % batch == 0
     mask = mask.unflatten(0, (batch, -1)) if is_folded else mask
-    index = index.view(len(index), *[1] * (mask.ndim - 2), -1)
-    mask = mask.take_along_dim(index.mT, -2).take_along_dim(index, -1)
+    mask = gathered(gathered(mask, index, mask.ndim - 2), index, mask.ndim - 1)
     return mask.flatten(0, 1) if is_folded else mask
 
 

@@ -26,7 +26,7 @@ class Pass:
 
     def __init__(self, routing: Any, arguments: dict[Any, Any], of_network: bool):
         """Counts tokens from the network's arguments; raises ValueError for arguments that cannot be routed."""
-        self.routing, self.of_network, self.last, self.recomputes = routing, of_network, -1, False
+        self.routing, self.of_network, self.last = routing, of_network, -1
         self.is_open = True                 # its blocks may be called
         self.is_compiled = torch.compiler.is_compiling()
         self.seals = routing.options.probe and not self.is_compiled
@@ -55,16 +55,12 @@ class Pass:
                              f"from the first to the last. Name a list of blocks that its forward calls.")
         self.last = block
 
-    def recompute(self, block: RouteBlock, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Calls a block again in a backward, with the kept tokens of this pass."""
-        try:
-            self.recomputes = True
-            return self.call(block, forward, args, kwargs)
-        finally:
-            self.recomputes = False
+    def call(self, block: RouteBlock, forward: Callable[..., Any], args: Any, kwargs: Any, is_first: bool = True,
+             ) -> Any:
+        """Calls a block, on a route only with the kept tokens; at the end of a route, returns all tokens.
 
-    def call(self, block: RouteBlock, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Calls a block, on a route only with the kept tokens; at the end of a route, returns all tokens."""
+        Only the first call of a block is checked; a backward may recompute it with the same kept tokens.
+        """
         is_compiling = torch.compiler.is_compiling()
         self.is_compiled |= is_compiling                        # perhaps by a compiled forward alone
         arguments = {block.name_of(i): value for i, value in enumerate(args)} | kwargs
@@ -74,14 +70,16 @@ class Pass:
         x = arguments.get(block.tokens)
         if block.text is not None:
             self.text = arguments[block.text].shape[1]
-        if not self.recomputes:
+        if is_first:
             self.compare(block, x, given)
         if block.route is None:
             output = forward(*args, **kwargs)
         else:
             by_name = self.by_name(block, forward, args, kwargs)
-            kept = self.enter(block, arguments, x, by_name)
-            tries = None if is_compiling or self.recomputes else self.routing.tries
+            kept = self.enter(block, arguments, x)
+            if is_first:
+                self.check_named(kept, by_name)
+            tries = self.routing.tries if is_first and not is_compiling else None
             failure = tries.try_block(kept, by_name) if tries else ""
             try:
                 output, taken = kept.call(by_name)
@@ -92,10 +90,9 @@ class Pass:
                                  f"({str(error).partition(chr(10))[0]}). Cause: {failure}. What along= names gets a "
                                  f"batch axis, except by axis 0.") from error
             output = self.leave(kept, output, taken)
-        if not self.recomputes:
+        if is_first:
             self.returned = block, tokens_in(output, block)
-            if not is_compiling:
-                BACKWARD.mark(output, self, block.index)
+            BACKWARD.mark(output, self, block.index)
         is_inside = block.route is not None and not block.ends and not block.spec.rejoins
         is_sealed = is_inside and self.seals and self.routing.blocks[block.index + 1].spec is block.spec
         return self.sealed(block, output) if is_sealed else output
@@ -143,7 +140,7 @@ class Pass:
                              f"changes the tokens: a residual or skip outside of the blocks would miss the routed "
                              f"tokens. Name blocks that contain it, or set probe=False if it treats each token alone.")
 
-    def enter(self, block: RouteBlock, arguments: dict[Any, Any], x: Any, by_name: Callable[..., Any]) -> Kept:
+    def enter(self, block: RouteBlock, arguments: dict[Any, Any], x: Any) -> Kept:
         """Returns what a block on a route gets; its tokens are sampled before the first block of the route."""
         if not isinstance(x, Tensor) or x.is_nested or x.ndim != 3 or self.batch not in (None, len(x)):
             what = (type(x).__name__ if not isinstance(x, Tensor) else
@@ -153,10 +150,7 @@ class Pass:
                              f"name their argument by family=Family((Blocks(path, tokens=),)).")
         if block.starts:
             self.sample_mask(block, x)
-        kept = Kept(self, block, arguments, x, self.ids_keep[block.r])
-        if not self.recomputes:
-            self.check_named(kept, by_name)
-        return kept
+        return Kept(self, block, arguments, x, self.ids_keep[block.r])
 
     def sample_mask(self, block: RouteBlock, x: Tensor) -> None:
         """Samples the mask of a route before its first block, from all tokens x of that block."""
@@ -231,7 +225,7 @@ class Pass:
             output = type(output)([next((full for part, full in reduced if part is value), value) for value in output])
         if block.ends or block.spec.rejoins:
             output = replaced(output, block, kept.rejoin(x, self.before_route[block.r]))
-        if block.ends and not self.recomputes:          # detached, because its graph refers to this pass
+        if block.ends:                      # detached, because its graph refers to this pass
             self.before_route[block.r] = self.before_route[block.r].detach() if torch.is_grad_enabled() else None
         return output
 

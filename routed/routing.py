@@ -99,8 +99,7 @@ class Routing:
         if not run.is_compiled and (read := [x for x in leaves(output) if isinstance(x, Sealed)]):
             raise ValueError(f"The network returns what block {read[0].after.index} returns, with some tokens on a "
                              f"route, as features: start or end the route there, or do not ask for them.")
-        if not torch.compiler.is_compiling():
-            BACKWARD.mark(output, run, len(self.blocks))
+        BACKWARD.mark(output, run, len(self.blocks))
         return output
 
     def try_uncompiled(self, _module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from itertools import combinations, product
-from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from routed.kept import OWN, tokens_in
 from routed.modules import plain_class
 from routed.nested import leaves, mapped
-from routed.networks import fewer, pairs
+from routed.networks import fewer, gathered, pairs
 
 TRIED: WeakKeyDictionary[nn.Module, "Trials"] = WeakKeyDictionary()     # what has been tried in a network
 TOLERANCE = 2e-4        # in float32, where 60 networks deviate by 1e-5 at most
@@ -192,8 +191,8 @@ def measured(kept: Any, call: Callable[..., Any], dtype: torch.dtype | None, mod
             function = module.forward
     generator = torch.Generator(ids.device).manual_seed(0)
     order = torch.rand(ids.shape, generator=generator, device=ids.device).argsort(dim=1)
-    arguments = {name: prepared(value, generator, dtype, name == block.tokens)
-                 for name, value in kept.arguments.items()}
+    arguments = {name: mapped(partial(opened, generator=generator, dtype=dtype, near=1e-3 * (name != block.tokens)),
+                              value) for name, value in kept.arguments.items()}
     with on_copies(module, generator, dtype, mode) as start:
         def run(ids: Tensor, per_sample: bool | None = None, seed: int = 0) -> tuple[Any, Any, list[Any]]:
             start(seed)
@@ -227,8 +226,8 @@ def largest_deviation(first: Any, second: Any, out: Any, other: Any, main: Tenso
                       ) -> tuple[float, str]:
     """Compares all outputs: the tokens in the second order, others along whichever axes they have the tokens."""
     block, order = first.block, second.order()
-    found = [(rms(main.take_along_dim(order[..., None], 1) - tokens_in(other, block)) / added, ORDER + "they change")]
-    for one, two in zip(outputs(out), outputs(other), strict=True):
+    found = [(rms(gathered(main, order, 1) - tokens_in(other, block)) / added, ORDER + "they change")]
+    for one, two in zip(leaves(out), leaves(other), strict=True):
         if one is main or not isinstance(one, Tensor) or not one.is_floating_point() or not one.numel():
             continue
         if one.ndim > 1 and len(one) == len(main) * main.shape[1]:     # (B·K, …), as of a router of experts
@@ -237,9 +236,9 @@ def largest_deviation(first: Any, second: Any, out: Any, other: Any, main: Tenso
         news = rms(one - text) if text is not None and text.shape == one.shape else rms(one)
         if news > 4 * eps * rms(one):
             axes = [axis for axis in range(1, one.ndim) if one.shape[axis] == main.shape[1] and len(one) == len(main)]
-            turns = [some for count in range(len(axes) + 1) for some in combinations(axes, count)]
-            found.append((min(rms(turned(one, some, order) - two) for some in turns) / news,
-                          ORDER + "another of its outputs changes"))
+            turned = [reduce(lambda part, axis: gathered(part, order, axis), some, one)
+                      for count in range(len(axes) + 1) for some in combinations(axes, count)]
+            found.append((min(rms(part - two) for part in turned) / news, ORDER + "another of its outputs changes"))
     return next((row for row in found if not math.isfinite(row[0])), max(found))
 
 
@@ -251,7 +250,7 @@ def joint_deviation(run: Callable[..., Any], ids: Tensor, added: float, limit: f
     except Exception:                       # a description that is made for single samples
         return 0.0, ""
     _, single, left_single = run(shared, True)
-    both = [(one, two) for one, two in [*zip(outputs(joint), outputs(single), strict=True),
+    both = [(one, two) for one, two in [*zip(leaves(joint), leaves(single), strict=True),
                                         *zip(left, left_single, strict=False)]
             if isinstance(one, Tensor) and one.is_floating_point()]
     deviation = max(min(math.inf, rms(one - two) / max(rms(one) if i else added, 1e-9)) if one.shape == two.shape
@@ -262,18 +261,8 @@ def joint_deviation(run: Callable[..., Any], ids: Tensor, added: float, limit: f
                        "or it computes over the batch. Pass it table[None] and name axis 1. It differs")
 
 
-def outputs(value: Any) -> list[Any]:
-    return leaves(value if isinstance(value, tuple | list) else [value])
-
-
 def rms(part: Tensor) -> float:
     return float(part.to(torch.promote_types(part.dtype, torch.float32)).square().mean().sqrt())
-
-
-def turned(part: Tensor, axes: tuple[Any, ...], order: Tensor) -> Tensor:
-    for axis in axes:
-        part = part.take_along_dim(order.view(len(order), *[1] * (axis - 1), -1, *[1] * (part.ndim - axis - 1)), axis)
-    return part
 
 
 def stored(module: nn.Module) -> list[Tensor]:
@@ -324,8 +313,7 @@ def copied(value: Any, memo: dict[Any, Any] | None = None) -> Any:
             return part.clone() if type(part) is Tensor else part
         if isinstance(part, set | Mapping):
             return copy.copy(part)
-        fixed = nn.Module, FunctionType, MethodType, BuiltinFunctionType, type
-        if id(part) not in memo and not isinstance(part, fixed) and hasattr(part, "__dict__"):
+        if id(part) not in memo and not callable(part) and hasattr(part, "__dict__"):
             memo[id(part)] = copy.copy(part)
             vars(memo[id(part)]).update(copied(vars(part), memo))
         return memo.get(id(part), part)
@@ -333,27 +321,19 @@ def copied(value: Any, memo: dict[Any, Any] | None = None) -> Any:
     return mapped(copy_of, value)
 
 
-def cast(part: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return part.to(dtype) if dtype and part.is_floating_point() and part.dtype != torch.float64 else part
+def opened(part: Any, generator: torch.Generator, dtype: torch.dtype | None, near: float = 0) -> Any:
+    """Returns a tensor in the trial's precision, with noise in place of one that is near 0.
 
-
-def prepared(value: Any, generator: torch.Generator, dtype: torch.dtype | None, is_tokens: bool) -> Any:
-    """Returns an argument in the trial's precision, with open gates."""
-    def prepare(part: Any) -> Any:
-        if type(part) is not Tensor:
-            return part
-        part = cast(part.detach(), dtype)
-        return part if is_tokens else opened(part, generator, 1e-3)
-    return mapped(prepare, value)
-
-
-def opened(part: Tensor, generator: torch.Generator, near: float) -> Tensor:
-    """Returns noise in place of a tensor that is near 0: positive in a vector, where a root may be taken of it."""
-    if not part.is_floating_point() or not part.numel() or part.device != generator.device \
-            or not float(part.abs().amax()) < near:
+    So a block that starts as the identity, as with adaLN-Zero, LayerScale or a relative bias, shows what it will
+    compute. A vector becomes positive, as a root may be taken of it. Quantised tensors remain.
+    """
+    if type(part) not in (nn.Parameter, Tensor) or not part.is_floating_point() or part.element_size() == 1:
         return part
-    noise = torch.randn(part.shape, generator=generator, device=part.device, dtype=torch.float32).to(part.dtype)
-    return noise / math.sqrt(part.shape[1]) if part.ndim > 1 else 0.25 + noise.abs() / 2
+    part = part.detach()
+    if near and part.device == generator.device and part.numel() and float(part.abs().amax()) < near:
+        noise = torch.randn(part.shape, generator=generator, device=part.device, dtype=torch.float32).to(part.dtype)
+        part = noise / math.sqrt(part.shape[1]) if part.ndim > 1 else 0.25 + noise.abs() / 2
+    return part if dtype is None or part.dtype == torch.float64 else part.to(dtype)
 
 
 @contextmanager
@@ -361,19 +341,16 @@ def on_copies(module: nn.Module, generator: torch.Generator, dtype: torch.dtype 
               ) -> Iterator[Callable[[int], None]]:
     """Runs a module on copies of all that it holds, without dropout, and restores it and all random states.
 
-    Yields what starts both anew. Noise replaces small weights. So a block that starts as the identity, as with
-    adaLN-Zero, LayerScale or a relative bias, shows what it will compute.
+    Yields what starts both anew.
     """
     before = [(part, dict(vars(part))) for part in module.modules()]
-    weights = {part: {name: cast(opened(p.detach(), generator, 0.1), dtype)
-                      if type(p) in (nn.Parameter, Tensor) and p.is_floating_point() and p.element_size() > 1 else p
-                      for name, p in values["_parameters"].items()} for part, values in before}
+    weights = {part: {name: opened(p, generator, dtype, 0.1) for name, p in values["_parameters"].items()}
+               for part, values in before}
     state, precision, device = random.getstate(), torch.get_float32_matmul_precision(), generator.device
 
     def copy_of(name: str, value: Any) -> Any:      # of an attribute, perhaps a cache that the block writes to
         may_change = name not in OWN and isinstance(value, Tensor | list | dict | set) or name == "_buffers"
-        return mapped(lambda part: cast(part, dtype) if type(part) is Tensor else part, copied(value)) \
-            if may_change else value
+        return mapped(partial(opened, generator=generator, dtype=dtype), copied(value)) if may_change else value
 
     def start(seed: int) -> None:
         torch.manual_seed(seed)

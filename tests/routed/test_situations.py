@@ -343,7 +343,7 @@ REFUSED = {     # network, its description, and what the error says
                                            r"\(9, 2, 16\), but it must be torch.float32 \(\d, 1, 16\)"),
     "noise in a list": (HIDDEN, dict(mask_noise=[0.5]), "mask_noise is list"),
     "a grid that is not even": (HIDDEN, dict(router=Router("grid"), keep=7), "there are 9 tokens"),
-    "two descriptions": (HIDDEN, dict(family=families.CODES["Flux"][0]), "as family= does: leave them out"),
+    "two descriptions": (HIDDEN, dict(family=families.FAMILIES["Flux"]), "as family= does: leave them out"),
     "a mask in a list": (HIDDEN, dict(keep_mask=[[True] * N] * 3), r"keep_mask is list, but .* torch.bool \(\d, 16\)"),
     "a mask of nothing": (HIDDEN, dict(keep_mask=lambda call: None), "keep_mask is NoneType"),
     **{str(route): (HIDDEN, dict(routes=[route]), says) for route, says in (
