@@ -33,6 +33,4 @@ def by_axis(function: Callable[[Any, Any], Any], value: Any, axis: Any) -> Any:
     """Applies a function of a value and its axis to all values in an argument; see `Blocks.along`."""
     if not isinstance(axis, tuple) or value is None:
         return mapped(lambda part: function(part, axis), value)
-    if not isinstance(value, tuple | list) or len(value) != len(axis):
-        raise ValueError(f"along= has the axes {axis} for the parts of an argument that is not a tuple of {len(axis)}.")
     return type(value)(by_axis(function, part, own) for part, own in zip(value, axis, strict=True))

@@ -78,28 +78,6 @@ def test_backward_may_come_anywhere_and_in_any_order(around, when, how):
     assert_close(trained(True), trained(False))
 
 
-@pytest.mark.parametrize(("of", "method"), [
-    ("blocks", "__call__"), ("the network", "__call__"), ("the network", "forward")])
-def test_a_dense_pass_that_checkpoints_bound_methods_outlives_the_graph_of_a_routed_one(of, method):
-    """As in diffusers, which checkpoint `block.__call__`, at the first dense step."""
-    def call(part, *args):
-        return checkpoint(getattr(part, method), *args, use_reentrant=False)
-
-    net = made(turned(lambda rope: rope[None, None]), lambda part, x: call(part, x, TABLE) if of == "blocks"
-               else part(x, TABLE)).model
-    run = net if of == "blocks" else partial(call, net)
-    run(X).exp().mean().backward()
-    expected = gradients(net)
-    for routes in (MIDDLE, []):
-        gradients(net)
-        with routed(net, routes, **NAMED):
-            loss = run(X).exp().mean()
-            if routes:
-                loss.backward()
-    loss.backward()
-    assert_close(gradients(net), expected)
-
-
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_recomputed_pass_and_one_that_broke_off_free_their_tokens(broken):
     """The garbage collector would free them too, but after many steps."""
