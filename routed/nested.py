@@ -4,8 +4,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-PLAIN_VALUES = bool | int | float | str | None
-
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     """Applies a function to a value, or to all values inside of tuples, lists, dicts and dataclasses."""
@@ -23,10 +21,11 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
 
 def leaves(value: Any) -> list[Any]:
     """Lists all values inside of tuples, lists, dicts and dataclasses."""
-    if isinstance(value, Mapping | tuple | list):
-        return [leaf for part in (value.values() if isinstance(value, Mapping) else value) for leaf in leaves(part)]
-    is_record = is_dataclass(value) and not isinstance(value, type)
-    return leaves([getattr(value, part.name) for part in fields(value)]) if is_record else [value]
+    if isinstance(value, Mapping):
+        value = [*value.values()]
+    elif is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, part.name) for part in fields(value)]
+    return [leaf for part in value for leaf in leaves(part)] if isinstance(value, tuple | list) else [value]
 
 
 def by_axis(function: Callable[[Any, Any], Any], value: Any, axis: Any) -> Any:

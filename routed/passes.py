@@ -11,9 +11,9 @@ from torch import Tensor
 
 from routed.kept import Kept, RouteBlock, replaced, tokens_in
 from routed.modules import BACKWARD, is_compiled_in_place
-from routed.nested import PLAIN_VALUES, leaves
+from routed.nested import leaves
 from routed.networks import pairs
-from routed.sealed import Sealed, seal, unsealed
+from routed.sealed import Sealed, misses_tokens, seal, unsealed
 from routed.trial import candidates, offer
 
 
@@ -121,8 +121,7 @@ class Pass:
     def may_open(self, block: RouteBlock, tokens: Sealed) -> None:
         """Raises ValueError for tokens of another route or pass than that of a block."""
         if tokens.run is not self or tokens.after.route is not block.route:
-            raise ValueError(f"{block} gets tokens that block {tokens.after.index} returned on another route, or in "
-                             f"another pass.")
+            raise misses_tokens(tokens.after, f"passes them to block {block.index}, in another pass or route")
 
     def compare(self, block: RouteBlock, x: Any, given: Any) -> None:
         """Raises ValueError for tokens that change between two blocks of a route, or by a skip around one."""
@@ -136,9 +135,7 @@ class Pass:
             is_same = torch.compiler.is_compiling() or x.is_meta or x.shape == returned.shape and torch.equal(
                 x, returned.to(x))          # on a GPU this waits
         if not is_same:
-            raise ValueError(f"Between blocks {before.index} and {block.index} of {block.spec.path} the network "
-                             f"changes the tokens: a residual or skip outside of the blocks would miss the routed "
-                             f"tokens. Name blocks that contain it, or set probe=False if it treats each token alone.")
+            raise misses_tokens(before, f"changes the tokens before block {block.index}")
 
     def enter(self, block: RouteBlock, arguments: dict[Any, Any], x: Any) -> Kept:
         """Returns what a block on a route gets; its tokens are sampled before the first block of the route."""
@@ -201,7 +198,8 @@ class Pass:
         for name, value in kept.arguments.items():
             if name in kept.along or name in (block.tokens, block.text):
                 continue
-            if isinstance(value, Mapping) and not all(isinstance(part, PLAIN_VALUES) for part in leaves(value)):
+            if isinstance(value, Mapping) and not all(
+                    isinstance(part, bool | int | float | str | None) for part in leaves(value)):
                 raise ValueError(f"{block}: {name} holds {sorted(map(str, value))}, which may have values per token: "
                                  f"call the network without it, or name it in along=.")
             axes = candidates(kept, value)

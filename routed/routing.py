@@ -16,7 +16,7 @@ from routed.modules import BACKWARD, install, plain_class
 from routed.nested import leaves, mapped
 from routed.networks import Blocks, Family, argument_names, defaults_of, network_of, owner_of
 from routed.passes import Pass
-from routed.sealed import Sealed
+from routed.sealed import Sealed, misses_tokens
 from routed.trial import TRIED, Trial, Trials, on_copies
 from routing_module import Route, Router, resolve_routes
 
@@ -75,11 +75,8 @@ class Routing:
         if block is None:
             return self.call_network(forward, args, kwargs)
         run = self.run
-        if block.index == 0 and not self.is_in_network:
+        if run is None or not run.is_open or block.index == 0 and not run.of_network:
             run = self.begin({}, of_network=False)
-        if run is None or not run.is_open:
-            raise ValueError(f"Block {block.index} of {block.spec.path} is called outside of a pass: inside routed() "
-                             f"call the network, or its blocks from the first to the last.")
         run.advance(block.index)
         output = run.call(block, forward, args, kwargs)
         if block.index == len(self.blocks) - 1 and not run.of_network:
@@ -97,8 +94,7 @@ class Routing:
             run.is_open = False
         run.advance(len(self.blocks))
         if not run.is_compiled and (read := [x for x in leaves(output) if isinstance(x, Sealed)]):
-            raise ValueError(f"The network returns what block {read[0].after.index} returns, with some tokens on a "
-                             f"route, as features: start or end the route there, or do not ask for them.")
+            raise misses_tokens(read[0].after, "returns them as features")
         BACKWARD.mark(output, run, len(self.blocks))
         return output
 

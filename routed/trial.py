@@ -6,7 +6,6 @@ autocast or context of the caller reaches.
 
 import copy
 import math
-import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -339,14 +338,14 @@ def opened(part: Any, generator: torch.Generator, dtype: torch.dtype | None, nea
 @contextmanager
 def on_copies(module: nn.Module, generator: torch.Generator, dtype: torch.dtype | None, mode: bool | None,
               ) -> Iterator[Callable[[int], None]]:
-    """Runs a module on copies of all that it holds, without dropout, and restores it and all random states.
+    """Runs a module on copies of all that it holds, without dropout, and restores it and torch's random numbers.
 
     Yields what starts both anew.
     """
     before = [(part, dict(vars(part))) for part in module.modules()]
     weights = {part: {name: opened(p, generator, dtype, 0.1) for name, p in values["_parameters"].items()}
                for part, values in before}
-    state, precision, device = random.getstate(), torch.get_float32_matmul_precision(), generator.device
+    precision, device = torch.get_float32_matmul_precision(), generator.device
 
     def copy_of(name: str, value: Any) -> Any:      # of an attribute, perhaps a cache that the block writes to
         may_change = name not in OWN and isinstance(value, Tensor | list | dict | set) or name == "_buffers"
@@ -354,7 +353,6 @@ def on_copies(module: nn.Module, generator: torch.Generator, dtype: torch.dtype 
 
     def start(seed: int) -> None:
         torch.manual_seed(seed)
-        random.seed(seed)
         for part, values in before:
             vars(part).clear()
             vars(part).update({name: copy_of(name, value) for name, value in values.items()},
@@ -369,7 +367,6 @@ def on_copies(module: nn.Module, generator: torch.Generator, dtype: torch.dtype 
                 torch.set_float32_matmul_precision("highest")
             yield start
         finally:
-            random.setstate(state)
             if precision != "highest":
                 torch.set_float32_matmul_precision(precision)
             for part, values in before:

@@ -307,11 +307,11 @@ REFUSED = {     # network, its description, and what the error says
     # what a network does between its blocks, and their order
     **{f"a residual outside, blocks {start} to {end}": (
         made(lambda self, x: self.attend(x) - x, lambda part, x: x + part(x)), dict(routes=[Route(start, end, 0.5)]),
-        "the network changes the tokens: a residual|computes with the others")
+        "changes the tokens before block|computes with the others")
        for start, end in ((1, 1), (0, 0), (3, 3), (1, 2), (0, -1))},
     "tokens changed at the end": (made(attention, forward=changed_behind), dict(routes=MIDDLE), "changes the tokens"),
     "REPA's projector": (made(attention, forward=projected), {}, "After block 0 .* computes with the others"),
-    "hidden states": (made(attention, forward=hidden_states), {}, "returns what block 0 returns.*as features"),
+    "hidden states": (made(attention, forward=hidden_states), {}, "After block 0 .* returns them as features"),
     "a block twice": (made(attention, make=lambda parts: nn.ModuleList([*parts, parts[0]])), {},
                       "After block -1 came block 4"),
     "groups of blocks": (made(attention, make=lambda parts: nn.ModuleList([nn.ModuleList(parts)] * 2)), {},
