@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,16 +50,9 @@ class Backward(threading.local):
 BACKWARD = Backward()
 
 
-class Entry(NamedTuple):
-    """What a module holds inside `routed`; block is None for the network itself."""
-
-    routing: Any
-    block: Any
-
-
 def call(module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Calls a network or a block: in a routed pass, in the pass that a backward recomputes, or dense."""
-    routing, block = module._routed or (None, None)
+    routing, block = module._routed
     routing = None if routing is None or routing.pauses else routing
     if torch.compiler.is_compiling():
         return forward(*args, **kwargs) if routing is None else routing.call(block, forward, args, kwargs)
@@ -94,18 +87,19 @@ class RoutedModule(nn.Module):
     as compiled code and PEFT call nothing else, or by its call where accelerate has set a forward of its own.
     """
 
-    _routed: Entry | None = None
+    _routed: tuple[Any, Any] = None, None       # its routing inside `routed`, and its block; the network has none
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        entry, is_entered = self._routed, True
-        if entry is not None and entry.block is None:
+        (routing, block), is_entered = self._routed, True
+        if routing is not None and block is None:
             is_entered = "forward" in vars(self)
             if not torch.compiler.is_compiling() and is_compiled_in_place(self):
-                entry.routing.try_uncompiled(self, args, kwargs)
+                routing.try_uncompiled(self, args, kwargs)
         return call(self, super().__call__, args, kwargs) if is_entered else super().__call__(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._routed is not None and self._routed.block is None:
+        routing, block = self._routed
+        if routing is not None and block is None:
             return call(self, super().forward, args, kwargs)
         sealed = None if torch.compiler.is_compiling() else next(
             (x for x in (*args, *kwargs.values()) if isinstance(x, Sealed) and x.after.module is self), None)
@@ -140,4 +134,4 @@ def install(module: nn.Module, routing: Any, block: Any) -> None:
     if not isinstance(module, RoutedModule):
         kind: Any = type(module)
         module.__class__ = routed_class(kind)
-    vars(module)["_routed"] = Entry(routing, block)
+    vars(module)["_routed"] = routing, block

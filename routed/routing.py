@@ -1,6 +1,7 @@
 """`routed` routes a network from outside, without changes to its code: who calls, and what is open."""
 
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -59,8 +60,10 @@ class Routing:
         """Ends the routing; a backward that comes later finds its passes by the graph."""
         if self.tries:
             self.trials = [row for row in self.tries.rows.values() if isinstance(row, Trial)]
-            if self.run is not None and self.run.is_compiled:
-                self.tries.warn_of_compiled(type(self.network).__name__)
+            if self.run is not None and self.run.is_compiled and not self.tries.has_verdict:
+                warnings.warn(f"{type(self.network).__name__} is compiled, so its blocks were not tried, and whether "
+                              f"they may be routed is not known. Run one pass inside routed() before compiling, or "
+                              f"pass routed() the compiled module.", stacklevel=4)
         self.end()
         for module in (self.network, *self.block_of):
             vars(module).pop("_routed", None)
@@ -185,16 +188,16 @@ def routed(
     options = SimpleNamespace(blocks=blocks, along=along, keep=keep, mask_noise=mask_noise, keep_mask=keep_mask,
                               grow=grow, router=router, family=family, probe=probe, ordered=ordered)
     routing = Routing(network, [routes] if isinstance(routes, Route) else list(routes), options)
-    entry = vars(network).get("_routed")
+    other, _ = vars(network).get("_routed", (None, None))
     if not any(block.route for block in routing.blocks):     # dense: uses what was compiled without a route
-        outside = routing if entry is None else entry.routing
+        outside = routing if other is None else other
         outside.pauses += 1
         try:
             yield routing
         finally:
             outside.pauses -= 1
         return
-    if entry is not None:
+    if other is not None:
         raise ValueError(f"{type(network).__name__} is routed already: pass all routes to one routed(), or [] for a "
                          f"dense pass inside of it.")
     for module, block in [(network, None), *routing.block_of.items()]:

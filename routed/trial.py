@@ -48,7 +48,6 @@ class Trials:
 
     rows: dict[tuple[Any, ...], Trial | int] = field(default_factory=dict)          # int: passes without a verdict
     sizes: dict[tuple[Any, ...], tuple[int, ...]] = field(default_factory=dict)     # the largest of its arguments
-    warned: bool = False
 
     @property
     def has_verdict(self) -> bool:
@@ -79,20 +78,9 @@ class Trials:
         self.rows[here] = row or (before + 1 if isinstance(before, int) else 1)
         self.sizes[here] = tuple(map(max, sizes, largest))
         if self.rows[here] == PATIENCE:
-            self.warn(f"{kept.block} could not be tried in {PATIENCE} passes ({reason}), so whether it may be routed "
-                      f"is not known. It is trusted from now on.")
+            warnings.warn(f"Blocks of {kept.block.spec.path} could not be tried in {PATIENCE} passes ({reason}), so "
+                          f"whether they may be routed is not known. They are trusted from now on.", stacklevel=2)
         return cause(kept) if failed else ""
-
-    def warn_of_compiled(self, name: str) -> None:
-        if not self.has_verdict:
-            self.warn(f"{name} is compiled, so its blocks were not tried, and whether they may be routed is not known. "
-                      f"Run one pass inside routed() before compiling, or pass routed() the compiled module.")
-
-    def warn(self, message: str) -> None:
-        """Warns once for a network."""
-        if not self.warned:
-            self.warned = True
-            warnings.warn(message, stacklevel=2)
 
 
 def kind_of(part: Any) -> Any:
