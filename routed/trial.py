@@ -29,6 +29,9 @@ TRIED: WeakKeyDictionary[nn.Module, "Trials"] = WeakKeyDictionary()     # what h
 TOLERANCE = 2e-4        # in float32, where 60 networks deviate by 1e-5 at most
 PATIENCE = 3            # passes without a verdict, after which a block is trusted
 RANDOM, ORDER = "it draws random numbers of its own", "depends on where its tokens are: in another order "
+JOINT = ("is called once for each sample, because along= names axis 0, and what it returns or stores changes if it is "
+         "called for all: an argument that all samples share is as long as the batch, or it computes over the batch. "
+         "Pass it table[None] and name axis 1. It differs")
 HALF = torch.bfloat16, torch.float16
 
 
@@ -199,53 +202,48 @@ def measured(kept: Any, call: Callable[..., Any], dtype: torch.dtype | None, mod
         if added <= 4 * eps * size:         # lost when added to the tokens and rounded
             return None, "it adds nothing yet"
         limit = TOLERANCE + 2 * eps * (1 + size / added)
-        deviation, reason = largest_deviation(first, second, out, other, main, added, eps)
+        found = deviations(first, out, other, second.order(), added, eps)
+        deviation, reason = max(found), ORDER + ("they change" if found[0] == max(found) else
+                                                 "another of its outputs changes")
         if deviation > limit and not rms(tokens_in(run(ids, seed=1)[1], block) - main) <= limit * added:
             return None, RANDOM
         if deviation <= limit and kept.per_sample and kept.run.routing.is_described and len(kept.ids) > 1 \
                 and not isinstance(kept.run.front, Tensor):
-            deviation, reason = max((deviation, reason), joint_deviation(run, ids, added, limit))
+            deviation, reason = max((deviation, reason), (joint_deviation(run, ids, added, eps), JOINT))
     return Trial(f"block {block.index} of {block.spec.path} ({plain_class(block.inner).__name__})",
                  deviation, limit, dtype or x.dtype), reason
 
 
-def largest_deviation(first: Any, second: Any, out: Any, other: Any, main: Tensor, added: float, eps: float,
-                      ) -> tuple[float, str]:
-    """Compares all outputs: the tokens in the second order, others along whichever axes they have the tokens."""
-    block, order = first.block, second.order()
-    found = [(rms(gathered(main, order, 1) - tokens_in(other, block)) / added, ORDER + "they change")]
+def deviations(kept: Any, out: Any, other: Any, order: Tensor, added: float, eps: float) -> list[float]:
+    """Compares the tokens with those in another order, and other outputs along whichever axes they have the tokens."""
+    main, text = tokens_in(out, kept.block), kept.arguments.get(kept.block.text)
+    found = [rms(gathered(main, order, 1) - tokens_in(other, kept.block)) / added]
     for one, two in zip(leaves(out), leaves(other), strict=True):
         if one is main or not isinstance(one, Tensor) or not one.is_floating_point() or not one.numel():
             continue
         if one.ndim > 1 and len(one) == len(main) * main.shape[1]:     # (B·K, …), as of a router of experts
             one, two = one.unflatten(0, main.shape[:2]), two.unflatten(0, main.shape[:2])
-        text = first.arguments.get(block.text) if block.text is not None else None
-        news = rms(one - text) if text is not None and text.shape == one.shape else rms(one)
+        news = rms(one - text) if isinstance(text, Tensor) and text.shape == one.shape else rms(one)
         if news > 4 * eps * rms(one):
             axes = [axis for axis in range(1, one.ndim) if one.shape[axis] == main.shape[1] and len(one) == len(main)]
             turned = [reduce(lambda part, axis: gathered(part, order, axis), some, one)
                       for count in range(len(axes) + 1) for some in combinations(axes, count)]
-            found.append((min(rms(part - two) for part in turned) / news, ORDER + "another of its outputs changes"))
-    return next((row for row in found if not math.isfinite(row[0])), max(found))
+            found.append(min(rms(part - two) for part in turned) / news)
+    return [part if math.isfinite(part) else math.inf for part in found]
 
 
-def joint_deviation(run: Callable[..., Any], ids: Tensor, added: float, limit: float) -> tuple[float, str]:
+def joint_deviation(run: Callable[..., Any], ids: Tensor, added: float, eps: float) -> float:
     """Compares one call for each sample with one for all, where all samples keep the same tokens."""
     shared = ids[:1].expand(len(ids), -1)
     try:
-        _, joint, left = run(shared, False)
+        kept, joint, left = run(shared, False)
     except Exception:                       # a description that is made for single samples
-        return 0.0, ""
+        return 0.0
     _, single, left_single = run(shared, True)
-    both = [(one, two) for one, two in [*zip(leaves(joint), leaves(single), strict=True),
-                                        *zip(left, left_single, strict=False)]
-            if isinstance(one, Tensor) and one.is_floating_point()]
-    deviation = max(min(math.inf, rms(one - two) / max(rms(one) if i else added, 1e-9)) if one.shape == two.shape
-                    else math.inf for i, (one, two) in enumerate(both))
-    deviation = deviation if len(left) == len(left_single) else math.inf
-    return deviation, ("is called once for each sample, because along= names axis 0, and what it returns or stores "
-                       "changes if it is called for all: an argument that all samples share is as long as the batch, "
-                       "or it computes over the batch. Pass it table[None] and name axis 1. It differs")
+    is_same = len(left) == len(left_single) and all(
+        one.shape == two.shape and rms(one - two) <= TOLERANCE * rms(one)
+        for one, two in zip(left, left_single, strict=True) if one.is_floating_point())
+    return max(deviations(kept, joint, single, kept.order(), added, eps)) if is_same else math.inf
 
 
 def rms(part: Tensor) -> float:
