@@ -148,20 +148,9 @@ def first_of_shapes(_network: nn.Module, call: dict[Any, Any]) -> int:
     return one_size([prod(sample[0] if isinstance(sample, list) else sample) for sample in call["img_shapes"]])
 
 
-def before_last_image(_network: nn.Module, call: dict[Any, Any]) -> int:
-    """Counts Qwen-Image 2.1's text and condition images, which take a fourth of their tokens in the text."""
-    conditions = call["hidden_states"].shape[1] - prod(call["img_shapes"][0][-1])
-    return call[TEXT].shape[1] + conditions - conditions // 4
-
-
 def halves(condition: Tensor, kept: Any) -> Tensor:
     """Reduces Qwen-Image's conditions (2B, D), in which the second half belongs to the condition images."""
     return condition if len(condition) == 1 else condition[kept.sample::len(condition) // 2]
-
-
-def with_last(modulation: Tensor, kept: Any) -> Tensor:
-    """Reduces Qwen-Image 2.1's modulation (B + 1, D), whose last row is for tokens that are not predicted."""
-    return modulation if len(modulation) == 1 else modulation[[kept.sample, -1]]
 
 
 FAMILIES |= {
@@ -169,8 +158,6 @@ FAMILIES |= {
         ROPE: (0, None), "modulate_index": 1, "temb": halves}, TEXT, out=1, free=first_of_shapes),
     "QwenImageTransformer2DModel": one("transformer_blocks", {
         ROPE: (0, None), "timestep_zero_index": fewer}, TEXT, out=1, free=first_of_shapes),
-    "diffusers.QwenImage21Transformer2DModel": one("transformer_blocks", {
-        "rotary_emb": 0, "target_token_mask": 0, "key_valid": 1, "modulation": with_last}, front=before_last_image),
 }
 
 

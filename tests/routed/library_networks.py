@@ -104,16 +104,6 @@ ENCODER = dict(patch_size=2)
 ANGLES = randn(N, 8, seed=4)
 
 
-def qwen21(condition: int = 0, **given) -> dict:
-    """The last of its images is predicted; each place of an image in the text stands for four tokens."""
-    slots, shapes = [False] * 3 + [True] * (condition // 4) + [False] * 2, [(1, 2, 2)] * (condition // 4)
-    return given | dict(
-        hidden_states=randn(BATCH, condition + N, 4), encoder_hidden_states=randn(BATCH, len(slots), 16),
-        timestep=SHARE, img_shapes=[[*shapes, (1, SIDE, SIDE)]] * BATCH,
-        img_mask=torch.tensor([slots + [True] * (N // 4)] * BATCH),
-        encoder_hidden_states_mask=torch.arange(len(slots)) < torch.tensor([[len(slots)], [2], [3]]))
-
-
 NETWORKS = {
     "PixArtTransformer2DModel": dict(added_cond_kwargs={}),
     "PixArtTransformer2DModel, masked": dict(
@@ -162,9 +152,6 @@ NETWORKS = {
     "QwenImageTransformer2DModel, edit": QWEN | dict(
         behind=6, hidden_states=randn(BATCH, N + 6, 4), zero_cond_t=True,
         img_shapes=[[(1, SIDE, SIDE), (1, 2, 3)]] * BATCH),
-    "QwenImage21Transformer2DModel": qwen21(),
-    "QwenImage21Transformer2DModel, edit": qwen21(condition=4),
-    "QwenImage21Transformer2DModel, one time": qwen21(causal_condition=False),
     "ZImageTransformer2DModel": Z_IMAGE | dict(cap_feats=list(WORDS)),
     "ZImageTransformer2DModel, texts of several lengths": Z_IMAGE | dict(
         cap_feats=[randn(n, 16, seed=n) for n in (TEXT, 40, TEXT)]),
