@@ -6,14 +6,13 @@ from typing import Any
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """Applies a function to a value, or to all values inside of tuples, lists, dicts and dataclasses."""
-    if isinstance(value, Mapping):
-        is_plain = type(value) is dict
-        return {key: mapped(function, part) for key, part in value.items()} if is_plain else value
+    """Applies a function to a value, or to all values inside of tuples, lists, plain dicts and dataclasses."""
+    if type(value) is dict:
+        return {key: mapped(function, part) for key, part in value.items()}
     if isinstance(value, tuple | list):
         parts = [mapped(function, part) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if is_dataclass(value) and not isinstance(value, type):
+    if is_dataclass(value) and not isinstance(value, type | Mapping):
         return replace(value, **{part.name: mapped(function, getattr(value, part.name)) for part in fields(value)
                                  if part.init})
     return function(value)

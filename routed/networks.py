@@ -37,8 +37,7 @@ class Blocks:
             blocks: Any = given if isinstance(given, nn.Module) else network.get_submodule(self.path)
         except AttributeError:
             blocks = None
-        blocks = [*blocks.values()] if isinstance(blocks, nn.ModuleDict) else blocks
-        if not isinstance(blocks, list | nn.ModuleList | nn.Sequential):
+        if not isinstance(blocks, nn.ModuleList | nn.Sequential):
             raise ValueError(f"{type(network).__name__} has no {self.path} with several blocks. Lists of blocks in it: "
                              f"{lists_of_blocks(network)}.")
         return list(blocks)

@@ -64,7 +64,8 @@ class Routing:
                 warnings.warn(f"{type(self.network).__name__} is compiled, so its blocks were not tried, and whether "
                               f"they may be routed is not known. Run one pass inside routed() before compiling, or "
                               f"pass routed() the compiled module.", stacklevel=4)
-        self.end()
+        if self.run is not None:
+            self.run.end()
         for module in (self.network, *self.block_of):
             vars(module).pop("_routed", None)
 
@@ -111,19 +112,15 @@ class Routing:
         with torch.no_grad(), on_copies(self.network, torch.Generator(device), None, None) as start:
             start(0)
             self.network.forward(*args, **kwargs)
-        self.end()
+        self.run = None
 
     def begin(self, arguments: dict[Any, Any], of_network: bool) -> Pass:
         """Begins a pass of the network with these arguments, or of its blocks alone."""
-        self.end()
+        if self.run is not None:
+            self.run.end()
         self.run = Pass(self, arguments, of_network)
         self.ids_keep = self.run.ids_keep
         return self.run
-
-    def end(self) -> None:
-        if self.run is not None:
-            self.run.end()
-        self.run = None
 
 
 def checked(routes: list[Any], depth: int) -> tuple[Route, ...]:

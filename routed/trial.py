@@ -116,29 +116,30 @@ def candidates(kept: Any, value: Any) -> list[Any]:
 
 
 def offer(kept: Any, call: Callable[..., Any], unnamed: dict[Any, list[Any]]) -> str:
-    """Says what to write about arguments as long as the tokens: each line that passes a trial, or all that are open."""
+    """Says what to write about arguments as long as the tokens: each line that passes a trial, or what is open."""
     right, choices = [], [[*axes, None] for axes in unnamed.values()]
     parts = {name: next(part for part in leaves(kept.arguments[name]) if candidates(kept, part)) for name in unnamed}
     # What has the shape of the tokens may be what the user wants to route, so no trial can tell.
     may_try = not torch.compiler.is_compiling() and kept.run.routing.tries is not None and not any(
-        getattr(part, "shape", None) == kept.x.shape for part in parts.values())
-    for axes in product(*choices) if may_try and math.prod(map(len, choices)) <= 64 else ():
+        getattr(part, "shape", None) == kept.x.shape for part in parts.values()) and math.prod(map(len, choices)) <= 64
+    for axes in product(*choices) if may_try else ():
         tried = kept.but(along=kept.along | dict(zip(unnamed, axes, strict=True)))
         row, *_ = in_thread(partial(measure, tried, call), kept.ids.device)
         if row is not None and row.deviation <= row.tolerance:
-            right.append(axes)
+            right.append([[axis] for axis in axes])
 
-    def said(axes: Any) -> str:
-        named = (kept.run.routing.options.along or {}) | dict(zip(unnamed, axes, strict=True))
-        return ", ".join(f"{name!r}: {getattr(axis, '__name__', axis)}" for name, axis in named.items())
+    def line(axes: list[list[Any]]) -> str:
+        given = {name: [axis] for name, axis in (kept.run.routing.options.along or {}).items()}
+        return "along={" + ", ".join(f"{name!r}: {' or '.join(getattr(axis, '__name__', str(axis)) for axis in some)}"
+                                     for name, some in (given | dict(zip(unnamed, axes, strict=True))).items()) + "}"
 
     found = ", ".join(f"{name} is {tuple(part.shape) if isinstance(part, Tensor) else part}"
                       for name, part in parts.items())
-    lines = " or ".join(f"along={{{said(axes)}}}" for axes in right or product(*choices))
-    used = sorted({axis.__name__ for axes in right or choices for axis in axes if callable(axis)})
-    return (f"{found}, as long as the tokens: write {lines}" + f" (`from routed import {', '.join(used)}`)" * bool(used)
-            + (", with which this block passes its trial." if right else ", where None says that it has no value per "
-               "token" + (f". It passes its trial with none of these. Cause: {cause(kept)}." if may_try else ".")))
+    used = sorted({axis.__name__ for axes in right or [choices] for some in axes for axis in some if callable(axis)})
+    return (f"{found}, as long as the tokens: write {' or '.join(map(line, right or [choices]))}"
+            + f" (`from routed import {', '.join(used)}`)" * bool(used)
+            + (", with which this block passes its trial." if right else ", with the token axis, or None if it has no "
+               "value per token." + f" The block passes its trial with none of these. Cause: {cause(kept)}." * may_try))
 
 
 def cause(kept: Any) -> str:

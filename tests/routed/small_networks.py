@@ -55,7 +55,7 @@ class Plain(nn.Module):
 
 def through(blocks: Any, x: Tensor, call: Callable = lambda part, x: part(x)) -> Tensor:
     """What a network does in its forward: it calls its blocks in turn, each of which may return more than tokens."""
-    for part in blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks:
+    for part in blocks:
         x = call(part, x)
         x = x[0] if isinstance(x, tuple) else x
     return x

@@ -195,8 +195,6 @@ EXACT = {       # network, and its description
     "a mask (1, 1, N, N)": (made(masked, near), dict(along={"mask": pairs})),
     "a padding mask": (made(masked, lambda part, x: part(x, PADDING)), dict(along={"mask": 1})),
     "a number of tokens": (made(counted, lambda part, x: part(x, N)), dict(along={"length": fewer})),
-    "a dict of blocks": (made(attention, make=lambda parts: nn.ModuleDict({str(i): part for i, part
-                                                                          in enumerate(parts)})), {}),
     "a class token": (made(attention, forward=class_token_first), dict(keep=1)),
     "a size": (made(lambda self, x, size: self.attend(x), lambda part, x: part(x, torch.Size([4, 4]))), {}),
     "a class token under a known name": (made(attention, name="SiT", forward=class_token_first),
@@ -261,7 +259,7 @@ REFUSED = {     # network, its description, and what the error says
     "tables that nobody named": (made(turned(lambda rope: rope[1]), with_table(lambda table: (table, table))), {},
                                  r"along=\{'rope': -2\} or along=\{'rope': 0\}|along=\{'rope': 0\}"),
     "tables for which no axis is right": (made(rotary, lambda part, x: part(x, TABLE[None])), {},
-                                          r"write along=\{'c': 1\} or along=\{'c': None\}, .* passes .* none of these"),
+                                          r"write along=\{'c': 1 or None\}, .* passes .* none of these"),
     "a table that is falsely declared": (made(lambda self, x, rope: self.attend(x, lambda q: q * rope[:x.shape[1]]),
                                               with_table()), dict(along={"rope": None}),
                                          "an argument in along=, which names none for rope"),
