@@ -7,7 +7,7 @@ checkpoints inside of a block stay inside, and pickling and copying give the mod
 import threading
 import weakref
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -125,8 +125,13 @@ def plain_class(module: nn.Module) -> Any:
 
 @cache
 def routed_class(plain: Any) -> Any:
-    return type(plain.__name__, (RoutedModule, plain), {"_is_routed": True, "__module__": plain.__module__,
-                                                        "__qualname__": plain.__qualname__, "__doc__": plain.__doc__})
+    @wraps(plain.forward)                   # its signature is read by pipelines and trainers
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return RoutedModule.forward(self, *args, **kwargs)
+
+    return type(plain.__name__, (RoutedModule, plain), {
+        "forward": forward, "_is_routed": True, "__module__": plain.__module__, "__qualname__": plain.__qualname__,
+        "__doc__": plain.__doc__})
 
 
 def install(module: nn.Module, routing: Any, block: Any) -> None:

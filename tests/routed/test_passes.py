@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import inspect
 import pickle
 import threading
 import weakref
@@ -150,6 +151,7 @@ def test_a_network_is_copied_and_saved_as_a_dense_one(wrapped_by_accelerate):
     assert torch.equal(halved, same(X)) and torch.equal(inside[0](X), halved)
     with routed(inside[0], MIDDLE, mask_noise=noise, **NAMED), routed(same, MIDDLE, mask_noise=noise, **NAMED):
         assert torch.equal(inside[0](X), same(X)) and not torch.equal(inside[0](X), halved)
+    assert inspect.signature(net.forward) == inspect.signature(Plain().forward)
     for other in (inside[1], pickle.loads(pickle.dumps(net)), copy.deepcopy(net)):
         assert type(other) is Plain and torch.equal(other(X), dense) and "_routed" not in vars(other)
     assert routed_loss.isfinite()
