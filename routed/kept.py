@@ -1,6 +1,5 @@
 """What is kept in a call of a block: its tokens, its arguments, and where they were."""
 
-import copy
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from typing import Any
@@ -55,10 +54,11 @@ class Kept:
     removed. If the block is called once for each sample, all of these are of one `sample`.
     """
 
-    def __init__(self, run: Any, block: RouteBlock, arguments: dict[Any, Any], x: Tensor, ids: Tensor):
+    def __init__(self, run: Any, block: RouteBlock, arguments: dict[Any, Any], x: Tensor, ids: Tensor,
+                 along: Any = None, is_trial: bool = False, sample: int | None = None):
         self.run, self.block, self.arguments, self.x, self.ids = run, block, arguments, x, ids
-        self.along: dict[Any, Any] = block.along
-        self.is_trial, self.sample = False, None
+        self.along: dict[Any, Any] = block.along if along is None else along
+        self.is_trial, self.sample = is_trial, sample
         self.has_all = block.starts or block.spec.rejoins       # the tokens are not reduced yet
         self.num_routed = run.free - ids.shape[1]
         self.length = x.shape[1] + (0 if self.has_all else self.num_routed)
@@ -66,10 +66,10 @@ class Kept:
         self.before = run.before(block)     # text in front of the tokens, in the complete sequence
 
     def but(self, **changed: Any) -> "Kept":
-        """Returns the same call with other attributes."""
-        other = copy.copy(self)
-        vars(other).update(changed)
-        return other
+        """Returns the same call with other arguments of `__init__`."""
+        same: dict[str, Any] = dict(arguments=self.arguments, ids=self.ids, along=self.along, is_trial=self.is_trial,
+                                    sample=self.sample)
+        return Kept(self.run, self.block, x=self.x, **same | changed)
 
     @property
     def per_sample(self) -> bool:

@@ -4,6 +4,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+PLAIN_VALUES = bool | int | float | str | None
+
+
+def is_record(value: Any) -> bool:
+    """True for an instance of a dataclass, which compiled code of torch 2.11 cannot ask about None."""
+    return not isinstance(value, PLAIN_VALUES | type | Mapping) and is_dataclass(value)
+
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     """Applies a function to a value, or to all values inside of tuples, lists, plain dicts and dataclasses."""
@@ -12,7 +19,7 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, tuple | list):
         parts = [mapped(function, part) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if is_dataclass(value) and not isinstance(value, type | Mapping):
+    if is_record(value):
         return replace(value, **{part.name: mapped(function, getattr(value, part.name)) for part in fields(value)
                                  if part.init})
     return function(value)
@@ -22,7 +29,7 @@ def leaves(value: Any) -> list[Any]:
     """Lists all values inside of tuples, lists, dicts and dataclasses."""
     if isinstance(value, Mapping):
         value = [*value.values()]
-    elif is_dataclass(value) and not isinstance(value, type):
+    elif is_record(value):
         value = [getattr(value, part.name) for part in fields(value)]
     return [leaf for part in value for leaf in leaves(part)] if isinstance(value, tuple | list) else [value]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from routed.kept import Kept, RouteBlock, replaced, tokens_in
 from routed.modules import BACKWARD, is_compiled_in_place
-from routed.nested import leaves
+from routed.nested import PLAIN_VALUES, leaves
 from routed.networks import pairs
 from routed.sealed import Sealed, misses_tokens, seal, unsealed
 from routed.trial import candidates, offer
@@ -198,8 +198,7 @@ class Pass:
         for name, value in kept.arguments.items():
             if name in kept.along or name in (block.tokens, block.text):
                 continue
-            if isinstance(value, Mapping) and not all(
-                    isinstance(part, bool | int | float | str | None) for part in leaves(value)):
+            if isinstance(value, Mapping) and not all(isinstance(part, PLAIN_VALUES) for part in leaves(value)):
                 raise ValueError(f"{block}: {name} holds {sorted(map(str, value))}, which may have values per token: "
                                  f"call the network without it, or name it in along=.")
             axes = candidates(kept, value)
