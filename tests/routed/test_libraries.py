@@ -107,7 +107,7 @@ def test_class_and_register_tokens_are_kept_by_every_entry_to_an_encoder(name, e
      dict(joint_attention_kwargs=dict(attention_mask=torch.ones(BATCH, 1, 1, N + TEXT) > 0))),
     ("SD3Transformer2DModel", "After block 0 came block 2", dict(skip_layers=[1])),
     ("VisionTransformer", "write along={'attn_mask': pairs}", dict(attn_mask=torch.ones(N + 1, N + 1))),
-    ("LTX2VideoTransformer3DModel", "write along={'self_attention_mask': pairs}",
+    ("LTX2VideoTransformer3DModel", "write along={'self_attention_mask': pairs or 1 or None}",
      dict(video_self_attention_mask=torch.ones(BATCH, N, N))),
     ("WanTransformer3DModel", "for each of 16 samples or of as many tokens", dict(
         hidden_states=VIDEO[:1].repeat(N, 1, 1, 1, 1), timestep=TIME[:1].repeat(N),
