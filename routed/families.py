@@ -11,76 +11,52 @@ from torch import Tensor, nn
 from routed.networks import Blocks, Family, argument_names, by_place, fewer, lists_of_blocks, owner_of, pairs, unwrapped
 
 TEXT, ROPE, MASK = "encoder_hidden_states", "image_rotary_emb", "attention_mask"
-PLAIN = Family((Blocks("blocks"),))
-FAMILIES: dict[str, Family] = {     # of libraries
-    "dit.DiT": Family((Blocks("blocks", {"positions": 1}),)),
-    "diffusers.DiTTransformer2DModel": Family((Blocks("transformer_blocks"),)),
-    "diffusers.PixArtTransformer2DModel": Family((Blocks("transformer_blocks", {MASK: 2}),)),
-    "diffusers.SD3Transformer2DModel": Family((Blocks("transformer_blocks", text=TEXT, out=1),)),
+
+
+def one(path: str, along: Any = None, text: Any = None, tokens: Any = 0, out: int = 0, rejoins: bool = False,
+        per_sample: bool = False, **places: Any) -> Family:
+    """Describes a network with one list of blocks, see `Blocks` and `Family`."""
+    return Family((Blocks(path, along or {}, tokens, text, out, rejoins, per_sample),), **places)
+
+
+# A class of a library has the library's name in front. Original code is recognised by the class and by what `fits`.
+FAMILIES: dict[str, Family] = {
+    "dit.DiT": one("blocks", {"positions": 1}),
+    "timm.VisionTransformer": one("blocks", front=lambda network, call: network.num_prefix_tokens),
+    **dict.fromkeys(("DiT", "SiT", "PixArt", "PixArtMS"), one("blocks")),
+    "LightningDiT": one("blocks", {"feat_rope": by_place(2)}),
+    "MMDiT": one("joint_blocks", tokens=1, text=0, out=1),
+    "diffusers.PixArtTransformer2DModel": one("transformer_blocks", {MASK: 2}),
+    "diffusers.SD3Transformer2DModel": one("transformer_blocks", text=TEXT, out=1),
+    "diffusers.Krea2Transformer2DModel": one(
+        "transformer_blocks", {ROPE: 0, MASK: 3}, front=lambda network, call: call[TEXT].shape[1]),
+    "diffusers.PRXTransformer2DModel": one("blocks", {ROPE: 2}),
+    "diffusers.CogView4Transformer2DModel": one("transformer_blocks", {ROPE: 0}, TEXT),
+    "diffusers.CogVideoXTransformer3DModel": one("transformer_blocks", {ROPE: 0}, TEXT),
+    "diffusers.Lumina2Transformer2DModel": one(
+        "layers", {MASK: 1, ROPE: 1}, front=lambda network, call: call["encoder_attention_mask"].sum(dim=1)),
+    "diffusers.LTXVideoTransformer3DModel": one("transformer_blocks", {ROPE: 1, "temb": 1}),
+    "diffusers.LTX2VideoTransformer3DModel": one("transformer_blocks", {
+        "video_rotary_emb": -2, "ca_video_rotary_emb": -2, "temb": 1, "temb_ca_scale_shift": 1, "temb_ca_gate": 1}),
+    "diffusers.CosmosTransformer3DModel": one(
+        "transformer_blocks", {ROPE: 0, "extra_pos_emb": 1, "embedded_timestep": -2, "temb": -2}),
+    "diffusers.Kandinsky5Transformer3DModel": one("visual_transformer_blocks", {"rope": 1}),
+    "diffusers.Kandinsky6Transformer3DModel": one("visual_transformer_blocks", {"vis_rope": -5}),
+    "diffusers.WanTransformer3DModel": one("blocks", {"rotary_emb": 1, "temb": -3}),
+    "diffusers.WanVACETransformer3DModel": one("blocks", {"rotary_emb": 1}, rejoins=True),
+    "diffusers.HunyuanVideo15Transformer3DModel": one("transformer_blocks", {"freqs_cis": 0}, TEXT),
+    "diffusers.AuraFlowTransformer2DModel": Family(
+        (Blocks("joint_transformer_blocks", text=TEXT, out=1), Blocks("single_transformer_blocks"))),
+    "diffusers.ChromaTransformer2DModel": Family(
+        (Blocks("transformer_blocks", {ROPE: 0, MASK: 1}, text=TEXT, out=1),
+         Blocks("single_transformer_blocks", {ROPE: 0, MASK: 1}))),
+    "diffusers.HiDreamImageTransformer2DModel": Family(
+        (Blocks("double_stream_blocks", {ROPE: 1, "hidden_states_masks": 1}, text=TEXT, rejoins=True),
+         Blocks("single_stream_blocks", {ROPE: 1, "hidden_states_masks": 1}, rejoins=True)), text_last=True),
     "diffusers.Flux3Transformer2DModel": Family(
         (Blocks("mode_blocks.image", {"temb_mod": 1, ROPE: 0}),
          Blocks("single_transformer_blocks", {"temb_mod": 1, ROPE: 0}, text=TEXT, out=1)),
         free=lambda network, call: call["hidden_states"].shape[1]),
-    "diffusers.ChromaTransformer2DModel": Family(
-        (Blocks("transformer_blocks", {ROPE: 0, MASK: 1}, text=TEXT, out=1),
-         Blocks("single_transformer_blocks", {ROPE: 0, MASK: 1}))),
-    "diffusers.Krea2Transformer2DModel": Family(
-        (Blocks("transformer_blocks", {ROPE: 0, MASK: 3}),), front=lambda network, call: call[TEXT].shape[1]),
-    "diffusers.PRXTransformer2DModel": Family((Blocks("blocks", {ROPE: 2}),)),
-    "diffusers.HiDreamImageTransformer2DModel": Family(
-        (Blocks("double_stream_blocks", {ROPE: 1, "hidden_states_masks": 1}, text=TEXT, rejoins=True),
-         Blocks("single_stream_blocks", {ROPE: 1, "hidden_states_masks": 1}, rejoins=True)), text_last=True),
-    "diffusers.CogView3PlusTransformer2DModel": Family((Blocks("transformer_blocks", text=TEXT),)),
-    "diffusers.CogView4Transformer2DModel": Family((Blocks("transformer_blocks", {ROPE: 0}, text=TEXT),)),
-    "diffusers.CogVideoXTransformer3DModel": Family((Blocks("transformer_blocks", {ROPE: 0}, text=TEXT),)),
-    "diffusers.AuraFlowTransformer2DModel": Family(
-        (Blocks("joint_transformer_blocks", text=TEXT, out=1), Blocks("single_transformer_blocks"))),
-    "diffusers.Lumina2Transformer2DModel": Family(
-        (Blocks("layers", {MASK: 1, ROPE: 1}),),
-        front=lambda network, call: call["encoder_attention_mask"].sum(dim=1)),
-    "diffusers.LTXVideoTransformer3DModel": Family((Blocks("transformer_blocks", {ROPE: 1, "temb": 1}),)),
-    "diffusers.LTX2VideoTransformer3DModel": Family(
-        (Blocks("transformer_blocks", {"video_rotary_emb": -2, "ca_video_rotary_emb": -2, "temb": 1,
-                                       "temb_ca_scale_shift": 1, "temb_ca_gate": 1}),)),
-    "diffusers.CosmosTransformer3DModel": Family(
-        (Blocks("transformer_blocks", {ROPE: 0, "extra_pos_emb": 1, "embedded_timestep": -2, "temb": -2}),)),
-    "diffusers.MochiTransformer3DModel": Family((Blocks("transformer_blocks", {ROPE: -3}, text=TEXT),)),
-    "diffusers.Kandinsky5Transformer3DModel": Family((Blocks("visual_transformer_blocks", {"rope": 1}),)),
-    "diffusers.Kandinsky6Transformer3DModel": Family((Blocks("visual_transformer_blocks", {"vis_rope": -5}),)),
-}
-CODES: dict[str, tuple[Family, ...]] = {       # original code, recognised by the class and by what `fits`
-    **dict.fromkeys(("DiT", "SiT", "PixArt", "PixArtMS"), (PLAIN,)),
-    "LightningDiT": (Family((Blocks("blocks", {"feat_rope": by_place(2)}),)),),
-    "MMDiTX": (Family((Blocks("joint_blocks", tokens=1, text=0, out=1),)),),
-}
-
-
-# Encoders: class and register tokens in front.
-def in_front(network: Any, _call: dict[Any, Any]) -> int:
-    """Counts class and register tokens; timm, transformers and facebookresearch use different names for them."""
-    if hasattr(network, "num_prefix_tokens"):
-        return network.num_prefix_tokens
-    owner = getattr(network, "config", network)
-    return 1 + getattr(owner, "num_register_tokens", getattr(owner, "n_storage_tokens", 0))
-
-
-def of_heads(table: Tensor, kept: Any) -> Tensor:
-    """Reduces timm's table (N, D), (heads, N, D) or (B or 1, heads or 1, N, D): (B, heads or 1, K, D)."""
-    return kept.rows(table[(None,) * (4 - table.ndim)], 2)
-
-
-DINO = Family((Blocks("encoder.layer"),), front=in_front)
-FAMILIES |= {
-    "timm.VisionTransformer": Family((Blocks("blocks"),), front=in_front),
-    "timm.Eva": Family((Blocks("blocks", {"rope": of_heads}),), front=in_front),
-    "transformers.ViTModel": Family((Blocks("layers"),), front=in_front),
-    "transformers.Dinov2Model": DINO,
-    "transformers.Dinov2WithRegistersModel": DINO,
-    "transformers.DINOv3ViTModel": Family((Blocks("model.layer", {"position_embeddings": 0}),), front=in_front),
-}
-CODES |= {
-    "DinoVisionTransformer": (Family((Blocks("blocks", {"rope_or_rope_list": 0}),), front=in_front),     # DINOv3
-                              Family((Blocks("blocks"),), front=in_front)),
 }
 
 
@@ -102,9 +78,9 @@ FLUX = Family((Blocks("transformer_blocks", {ROPE: 0}, text=TEXT, out=1),
 FLUX2 = Family((FLUX.lists[0], Blocks("single_transformer_blocks", {ROPE: 0})), free=first_image)
 FIBO = replace(FLUX2, lists=tuple(replace(spec, rejoins=True) for spec in FLUX2.lists))     # new text before each block
 FAMILIES |= {f"diffusers.{name}Transformer2DModel": FLUX for name in ("Flux", "Bria", "LongCatImage", "OvisImage")}
-FAMILIES |= {"diffusers.Flux2Transformer2DModel": FLUX2, "diffusers.BriaFiboTransformer2DModel": FIBO}
-CODES |= dict.fromkeys(("Flux", "Flux2"), (Family((
-    Blocks("double_blocks", {"pe": 2}, text="txt"), Blocks("single_blocks", {"pe": 2})), free=first_image),))
+FAMILIES |= {"diffusers.Flux2Transformer2DModel": FLUX2, "diffusers.BriaFiboTransformer2DModel": FIBO} | dict.fromkeys(
+    ("Flux", "Flux2"), Family((Blocks("double_blocks", {"pe": 2}, text="txt"), Blocks("single_blocks", {"pe": 2})),
+                              free=first_image))
 
 
 # Networks that receive lists of images, or pack attention's parameters in a record.
@@ -158,16 +134,11 @@ def fewer_in_params(params: Any, kept: Any) -> Any:
 
 
 FAMILIES |= {
-    "diffusers.ZImageTransformer2DModel": Family(
-        (Blocks("layers", {"attn_mask": 1, "freqs_cis": 1}),), free=padded_image),
-}
-CODES |= {
-    "ZImageTransformer2DModel": (Family(
-        (Blocks("layers", {"freqs_cis": 1, "attn_params": fewer_in_params}),), free=patches_of),),
-    "SingleStreamDiT": (Family(
-        (Blocks("blocks", {"freqs": 1, "attn_params": fewer_in_params}),),
-        free=lambda network, call: call["img"].shape[1]),),
-    "NextDiT": (Family((Blocks("layers", {"x_mask": 1, "freqs_cis": 1, "pe": 1}),), front=words_of_one_size),),
+    "diffusers.ZImageTransformer2DModel": one("layers", {"attn_mask": 1, "freqs_cis": 1}, free=padded_image),
+    "ZImageTransformer2DModel": one("layers", {"freqs_cis": 1, "attn_params": fewer_in_params}, free=patches_of),
+    "SingleStreamDiT": one("blocks", {"freqs": 1, "attn_params": fewer_in_params},
+                           free=lambda network, call: call["img"].shape[1]),
+    "NextDiT": one("layers", {"x_mask": 1, "freqs_cis": 1, "pe": 1}, front=words_of_one_size),
 }
 
 
@@ -177,34 +148,16 @@ def first_of_shapes(_network: nn.Module, call: dict[Any, Any]) -> int:
     return one_size([prod(sample[0] if isinstance(sample, list) else sample) for sample in call["img_shapes"]])
 
 
-def before_last_image(_network: nn.Module, call: dict[Any, Any]) -> int:
-    """Counts Qwen-Image 2.1's text and condition images, which take a fourth of their tokens in the text."""
-    conditions = call["hidden_states"].shape[1] - prod(call["img_shapes"][0][-1])
-    return call[TEXT].shape[1] + conditions - conditions // 4
-
-
 def halves(condition: Tensor, kept: Any) -> Tensor:
     """Reduces Qwen-Image's conditions (2B, D), in which the second half belongs to the condition images."""
     return condition if len(condition) == 1 else condition[kept.sample::len(condition) // 2]
 
 
-def with_last(modulation: Tensor, kept: Any) -> Tensor:
-    """Reduces Qwen-Image 2.1's modulation (B + 1, D), whose last row is for tokens that are not predicted."""
-    return modulation if len(modulation) == 1 else modulation[[kept.sample, -1]]
-
-
 FAMILIES |= {
-    "diffusers.QwenImageTransformer2DModel": Family(
-        (Blocks("transformer_blocks", {ROPE: (0, None), "modulate_index": 1, "temb": halves}, text=TEXT, out=1),),
-        free=first_of_shapes),
-    "diffusers.QwenImage21Transformer2DModel": Family(
-        (Blocks("transformer_blocks", {"rotary_emb": 0, "target_token_mask": 0, "key_valid": 1,
-                                       "modulation": with_last}),), front=before_last_image),
-}
-CODES |= {
-    "QwenImageTransformer2DModel": (Family(
-        (Blocks("transformer_blocks", {ROPE: (0, None), "timestep_zero_index": fewer}, text=TEXT, out=1),),
-        free=first_of_shapes),),
+    "diffusers.QwenImageTransformer2DModel": one("transformer_blocks", {
+        ROPE: (0, None), "modulate_index": 1, "temb": halves}, TEXT, out=1, free=first_of_shapes),
+    "QwenImageTransformer2DModel": one("transformer_blocks", {
+        ROPE: (0, None), "timestep_zero_index": fewer}, TEXT, out=1, free=first_of_shapes),
 }
 
 
@@ -217,22 +170,15 @@ def given_frame(network: Any, call: dict[Any, Any]) -> int:
 
 
 HUNYUAN: dict[Any, Any] = dict(freqs_cis=0, attn_mask=pairs, total_len=fewer, cu_seqlens_q=ends, cu_seqlens_kv=ends,
-               max_seqlen_q=fewer, max_seqlen_kv=fewer)
+                               max_seqlen_q=fewer, max_seqlen_kv=fewer)
 FAMILIES |= {
-    "diffusers.HunyuanImageTransformer2DModel": Family(
-        (Blocks("transformer_blocks", {ROPE: 0, MASK: 3}, text=TEXT),
-         Blocks("single_transformer_blocks", {ROPE: 0, MASK: 3}, text=TEXT)), text_last=True),
     "diffusers.HunyuanVideoTransformer3DModel": Family(
         (Blocks("transformer_blocks", {"freqs_cis": 0, MASK: 3}, text=TEXT),
          Blocks("single_transformer_blocks", {ROPE: 0, MASK: 3}, text=TEXT)), front=given_frame, text_last=True),
-    "diffusers.HunyuanVideo15Transformer3DModel": Family((Blocks("transformer_blocks", {"freqs_cis": 0}, text=TEXT),)),
-}
-CODES |= {
-    "HYVideoDiffusionTransformer": (Family(
-        (Blocks("double_blocks", HUNYUAN, text="txt"), Blocks("single_blocks", HUNYUAN)), text_last=True),),
-    "HunyuanVideo_1_5_DiffusionTransformer": (Family(   # between two lists it counts image tokens, so one is routed
-        (Blocks("double_blocks", {"freqs_cis": 0, "attn_param": None, "attn_params": fewer_in_params}, text="txt"),),
-        text_last=True),),
+    "HYVideoDiffusionTransformer": Family(
+        (Blocks("double_blocks", HUNYUAN, text="txt"), Blocks("single_blocks", HUNYUAN)), text_last=True),
+    "HunyuanVideo_1_5_DiffusionTransformer": one(   # between two lists it counts image tokens, so one is routed
+        "double_blocks", {"freqs_cis": 0, "attn_param": None, "attn_params": fewer_in_params}, "txt", text_last=True),
 }
 
 
@@ -262,30 +208,8 @@ def grid_rows(table: Any, kept: Any) -> Any:
     return SimpleNamespace(split=lambda sizes, dim: [line, *[line.new_empty(1, 0)] * (len(sizes) - 1)])
 
 
-WAN = Family((Blocks("blocks", {"rotary_emb": 1, "temb": -3}),))
-FAMILIES |= {
-    "diffusers.WanTransformer3DModel": WAN,
-    "diffusers.ChronoEditTransformer3DModel": WAN,
-    "diffusers.WanVACETransformer3DModel": Family((Blocks("blocks", {"rotary_emb": 1}, rejoins=True),)),
-    "diffusers.SkyReelsV2Transformer3DModel": Family((Blocks("blocks", {"rotary_emb": 1, "temb": -2}),)),
-}
-CODES |= {
-    "WanModel": (Family((Blocks("blocks", {
-        "e": -3, "seq_lens": fewer, "grid_sizes": grid_line, "freqs": grid_rows}, per_sample=True),)),),
-}
-
-
-# MinRF.
-def first_rows(_table: Tensor, kept: Any) -> Tensor:
-    """Replaces minRF's table without a batch axis, which the network cuts to as many rows as a block has tokens."""
-    return kept.rows(kept.network.freqs_cis[:kept.length], 0)
-
-
-CODES |= {
-    "DiT_Llama": (Family((Blocks("layers", {"freqs_cis": first_rows}, per_sample=True),)),),
-    "MMDiT": (Family((Blocks("double_layers", tokens="x", text="c", out=1), Blocks("single_layers"))),
-              Family((Blocks("joint_blocks", tokens=1, text=0, out=1),))),
-}
+FAMILIES |= {"WanModel": one("blocks", {"e": -3, "seq_lens": fewer, "grid_sizes": grid_line, "freqs": grid_rows},
+                             per_sample=True)}
 
 CACHES = "its tokens attend to a cache of all tokens from an earlier pass"
 REFUSED = {     # what a trial of the blocks does not find
@@ -294,10 +218,6 @@ REFUSED = {     # what a trial of the blocks does not find
     "WanAnimate2Transformer3DModel": CACHES,
     "NucleusMoEImageTransformer2DModel": "each expert chooses among all tokens, so removing some affects the others",
 }
-PAST_A_ROUTE = (    # arguments of known networks that reach blocks inside a route with values for all tokens
-    "controlnet_block_samples", "controlnet_single_block_samples", "block_controlnet_hidden_states",
-    "block_controlnet_single_hidden_states", "controlnet_hidden_states", "siglip_feats", "kv_cache", "routes",
-    "mask_noise")
 
 
 def fits(spec: Blocks, network: nn.Module) -> bool:
@@ -312,9 +232,8 @@ def family_of(network: nn.Module) -> Family:
     owner = owner_of(network)
     if row := FAMILIES.get(f"{owner.__module__.partition('.')[0]}.{owner.__name__}"):
         return row
-    for row in CODES.get(owner.__name__, ()):
-        if all(fits(spec, network) for spec in row.lists):
-            return row
+    if (row := FAMILIES.get(owner.__name__)) and all(fits(spec, network) for spec in row.lists):
+        return row
     raise ValueError(f"{owner.__name__} of {owner.__module__} is not a known network (docs/trainers.md): name its list "
                      f"of blocks as blocks=, and the arguments with a value per token as along=. Lists of blocks: "
                      f"{lists_of_blocks(network)}.")

@@ -1,6 +1,5 @@
 """What is kept in a call of a block: its tokens, its arguments, and where they were."""
 
-import copy
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from typing import Any
@@ -8,29 +7,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from routed.modules import OWN
-from routed.nested import by_axis, leaves, only_element
-from routed.networks import Blocks, argument_names, unwrapped
+from routed.nested import by_axis, leaves
+from routed.networks import Blocks, argument_names, gathered, unwrapped
+
+OWN = frozenset(vars(nn.Module()))      # attributes that all modules have
 
 
 class RouteBlock:
     """A block of the network, with its description by argument names and its route."""
 
-    def __init__(self, index: int, module: nn.Module, spec: Blocks, joined: bool):
-        self.index, self.module, self.spec = index, module, spec
-        self.inner = unwrapped(module)
+    def __init__(self, index: int, module: nn.Module, spec: Blocks, joined: bool, r: int, route: Any):
+        self.index, self.module, self.spec, self.inner = index, module, spec, unwrapped(module)
         self.joined = joined                # the text that is a stream of earlier blocks is in its sequence
         if isinstance(self.inner, nn.ModuleList):
             raise ValueError(f"{spec.path}.{index} is a {type(self.inner).__name__}, not a block: name a list of "
-                             f"modules that contain their residuals, without chunks (DINOv2: block_chunks=0).")
+                             f"modules that contain their residuals, without chunks.")
         self.names = argument_names(self.inner)
         self.tokens, self.text = map(self.name_of, (spec.tokens, spec.text))
         self.along = {self.name_of(key): axis for key, axis in spec.along.items()}
-        self.per_sample = spec.per_sample or any(
-            0 in (axis if isinstance(axis, tuple) else [axis]) for axis in self.along.values())
-        self.r = -1                         # the number of its route
-        self.route: Any = None              # a Route, if it is on one
-        self.starts = self.ends = False
+        self.r, self.route = r, route       # its route, and the route's number, if it is on one
+        self.starts = route is not None and index == route.start_layer_idx
+        self.ends = route is not None and index == route.end_layer_idx
 
     def __str__(self) -> str:
         return f"Route {self.route}, block {self.index} of {self.spec.path}"
@@ -57,9 +54,11 @@ class Kept:
     removed. If the block is called once for each sample, all of these are of one `sample`.
     """
 
-    def __init__(self, run: Any, block: RouteBlock, arguments: dict[Any, Any], x: Tensor, ids: Tensor):
+    def __init__(self, run: Any, block: RouteBlock, arguments: dict[Any, Any], x: Tensor, ids: Tensor,
+                 along: Any = None, is_trial: bool = False, sample: int | None = None):
         self.run, self.block, self.arguments, self.x, self.ids = run, block, arguments, x, ids
-        self.is_trial, self.sample, self.network = False, None, run.routing.network
+        self.along: dict[Any, Any] = block.along if along is None else along
+        self.is_trial, self.sample = is_trial, sample
         self.has_all = block.starts or block.spec.rejoins       # the tokens are not reduced yet
         self.num_routed = run.free - ids.shape[1]
         self.length = x.shape[1] + (0 if self.has_all else self.num_routed)
@@ -67,22 +66,27 @@ class Kept:
         self.before = run.before(block)     # text in front of the tokens, in the complete sequence
 
     def but(self, **changed: Any) -> "Kept":
-        """Returns the same call with other attributes."""
-        other = copy.copy(self)
-        vars(other).update(changed)
-        return other
+        """Returns the same call with other arguments of `__init__`."""
+        same: dict[str, Any] = dict(arguments=self.arguments, ids=self.ids, along=self.along, is_trial=self.is_trial,
+                                    sample=self.sample)
+        return Kept(self.run, self.block, x=self.x, **same | changed)
+
+    @property
+    def per_sample(self) -> bool:
+        """True if the block is called once for each sample, as an argument has no batch axis."""
+        return self.block.spec.per_sample or any(
+            0 in (axis if isinstance(axis, tuple) else [axis]) for axis in self.along.values())
 
     def places(self, length: int | None = None) -> Tensor:
         """Returns the positions of the kept tokens (B, length - num_routed), in the stream or one of `length`."""
         length = self.length if length is None else length
         if length == self.run.free:
             return self.ids
-        free = self.run.places(self.before if length == self.complete else 0, self.ids.device)
-        free = (free if self.sample is None or len(free) == 1 else free[self.sample, None]).expand(len(self.ids), -1)
-        may_move = self.ids.new_zeros(len(self.ids), length).scatter(1, free, 1)
-        kept = free.gather(1, self.ids)
-        index = may_move.scatter(1, kept, 0).argsort(dim=1, stable=True)[:, :length - self.num_routed]
-        return index.masked_scatter(may_move.gather(1, index) > 0, kept) if self.is_trial else index
+        first = self.run.first(self.before if length == self.complete else 0, self.sample)
+        index = torch.arange(length - self.num_routed, device=self.ids.device)[None]
+        number = (index - first).expand(len(self.ids), -1)                  # among those that may be routed
+        kept = self.ids.gather(1, number.clamp(0, self.ids.shape[1] - 1)) + first
+        return torch.where(number < 0, index, torch.where(number < self.ids.shape[1], kept, index + self.num_routed))
 
     def order(self) -> Tensor:
         """Returns where in ascending order the tokens of the stream are (B, length - num_routed)."""
@@ -93,7 +97,7 @@ class Kept:
 
         If it is called once for each sample, returns the joined outputs and {}.
         """
-        if not (self.block.per_sample if per_sample is None else per_sample):
+        if not (self.per_sample if per_sample is None else per_sample):
             taken = self.take()
             return function(taken), taken
         return joined([function(self.of_sample(b).take()) for b in range(len(self.ids))]), {}
@@ -106,7 +110,7 @@ class Kept:
 
         arguments = {}
         for name, value in self.arguments.items():
-            axis = self.block.along.get(name)
+            axis = self.along.get(name)
             if isinstance(axis, tuple) and 0 in axis and not self.run.routing.is_described:
                 # in known networks, such as Qwen-Image, its other parts have no batch axis, either
                 axis = tuple(own or 0 for own in axis)
@@ -117,16 +121,15 @@ class Kept:
 
     def tokens(self) -> Tensor:
         """Returns the block's tokens without those that are routed."""
-        x = only_element(self.arguments[self.block.tokens])
+        x = self.arguments[self.block.tokens]
         if self.has_all:
             return self.run.routing.router.start_route(x, self.places())
         return gathered(x, self.order(), 1) if self.is_trial else x
 
     def take(self) -> dict[Any, Any]:
         """Returns the block's arguments, with its tokens and those along them reduced to the kept tokens."""
-        block, taken = self.block, dict(self.arguments)
-        taken[block.tokens] = [self.tokens()] if isinstance(taken[block.tokens], list) else self.tokens()
-        for name, axis in block.along.items():
+        taken = self.arguments | {self.block.tokens: self.tokens()}
+        for name, axis in self.along.items():
             if taken.get(name) is not None:
                 taken[name] = axis(taken[name], self) if callable(axis) else by_axis(
                     partial(self.rows, name=name), taken[name], axis)
@@ -170,14 +173,6 @@ class Kept:
         return run.routing.router.end_route(x, self.places(), before_route.to(x.dtype))
 
 
-def gathered(value: Tensor, index: Tensor, axis: int) -> Tensor:
-    """Returns the rows of an index (B, n) along an axis of a tensor (B or 1, …)."""
-    # take_along_dim would make the sizes constants in a compiled graph.
-    before, behind = value.shape[1:axis], value.shape[axis + 1:]
-    index = index.view(len(index), *[1] * (axis - 1), -1, *[1] * len(behind)).expand(-1, *before, -1, *behind)
-    return value.expand(len(index), *value.shape[1:]).gather(axis, index)
-
-
 def joined(outs: list[Any]) -> Any:
     """Joins the outputs of single samples along the batch axis."""
     if len(outs) == 1:
@@ -190,7 +185,7 @@ def joined(outs: list[Any]) -> Any:
 def tokens_in(output: Any, block: RouteBlock) -> Any:
     """Returns the tokens in what a block returns."""
     out = block.spec.out
-    return only_element(output[out] if isinstance(output, tuple | list) and len(output) > out else output)
+    return output[out] if isinstance(output, tuple | list) and len(output) > out else output
 
 
 def replaced(output: Any, block: RouteBlock, x: Tensor) -> Any:
@@ -198,6 +193,5 @@ def replaced(output: Any, block: RouteBlock, x: Tensor) -> Any:
     out = block.spec.out
     if not isinstance(output, tuple | list):
         return x
-    x = [x] if isinstance(output[out], list) else x
     parts = [*output[:out], x, *output[out + 1:]]
     return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)

@@ -7,15 +7,19 @@ from typing import Any
 PLAIN_VALUES = bool | int | float | str | None
 
 
+def is_record(value: Any) -> bool:
+    """True for an instance of a dataclass, which compiled code of torch 2.11 cannot ask about None."""
+    return not isinstance(value, PLAIN_VALUES | type | Mapping) and is_dataclass(value)
+
+
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """Applies a function to a value, or to all values inside of tuples, lists, dicts and dataclasses."""
-    if isinstance(value, Mapping):
-        is_plain = type(value) is dict
-        return {key: mapped(function, part) for key, part in value.items()} if is_plain else value
+    """Applies a function to a value, or to all values inside of tuples, lists, plain dicts and dataclasses."""
+    if type(value) is dict:
+        return {key: mapped(function, part) for key, part in value.items()}
     if isinstance(value, tuple | list):
         parts = [mapped(function, part) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if is_dataclass(value) and not isinstance(value, type):
+    if is_record(value):
         return replace(value, **{part.name: mapped(function, getattr(value, part.name)) for part in fields(value)
                                  if part.init})
     return function(value)
@@ -23,21 +27,15 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
 
 def leaves(value: Any) -> list[Any]:
     """Lists all values inside of tuples, lists, dicts and dataclasses."""
-    if isinstance(value, Mapping | tuple | list):
-        return [leaf for part in (value.values() if isinstance(value, Mapping) else value) for leaf in leaves(part)]
-    is_record = is_dataclass(value) and not isinstance(value, type)
-    return leaves([getattr(value, part.name) for part in fields(value)]) if is_record else [value]
+    if isinstance(value, Mapping):
+        value = [*value.values()]
+    elif is_record(value):
+        value = [getattr(value, part.name) for part in fields(value)]
+    return [leaf for part in value for leaf in leaves(part)] if isinstance(value, tuple | list) else [value]
 
 
 def by_axis(function: Callable[[Any, Any], Any], value: Any, axis: Any) -> Any:
     """Applies a function of a value and its axis to all values in an argument; see `Blocks.along`."""
     if not isinstance(axis, tuple) or value is None:
         return mapped(lambda part: function(part, axis), value)
-    if not isinstance(value, tuple | list) or len(value) != len(axis):
-        raise ValueError(f"along= has the axes {axis} for the parts of an argument that is not a tuple of {len(axis)}.")
     return type(value)(by_axis(function, part, own) for part, own in zip(value, axis, strict=True))
-
-
-def only_element(tokens: Any) -> Any:
-    """Returns the tensor in a list of one tensor, and anything else unchanged."""
-    return tokens[0] if isinstance(tokens, list) and len(tokens) == 1 else tokens

@@ -37,8 +37,7 @@ class Blocks:
             blocks: Any = given if isinstance(given, nn.Module) else network.get_submodule(self.path)
         except AttributeError:
             blocks = None
-        blocks = [*blocks.values()] if isinstance(blocks, nn.ModuleDict) else blocks
-        if not isinstance(blocks, list | nn.ModuleList | nn.Sequential):
+        if not isinstance(blocks, nn.ModuleList | nn.Sequential):
             raise ValueError(f"{type(network).__name__} has no {self.path} with several blocks. Lists of blocks in it: "
                              f"{lists_of_blocks(network)}.")
         return list(blocks)
@@ -59,6 +58,18 @@ class Family:
     free: Callable[[nn.Module, dict[Any, Any]], int] | None = None
     text_last: bool = False
 
+    def joins_text(self, spec: Blocks) -> bool:
+        """True for a list whose sequence has the text that is a stream of its own in an earlier list."""
+        return spec.text is None and any(other.text is not None for other in self.lists[:self.lists.index(spec)])
+
+
+def gathered(value: Tensor, index: Tensor, axis: int) -> Tensor:
+    """Returns the rows of an index (B, n) along an axis of a tensor (B or 1, …)."""
+    # take_along_dim would make the sizes constants in a compiled graph.
+    before, behind = value.shape[1:axis], value.shape[axis + 1:]
+    index = index.view(len(index), *[1] * (axis - 1), -1, *[1] * len(behind)).expand(-1, *before, -1, *behind)
+    return value.expand(len(index), *value.shape[1:]).gather(axis, index)
+
 
 def fewer(count: Any, kept: Any) -> Any:
     """Reduces a number of tokens, for each sample or for all."""
@@ -71,8 +82,7 @@ def pairs(mask: Tensor, kept: Any) -> Tensor:
     index, batch = kept.places(mask.shape[-1]), len(kept.ids)
     is_folded = mask.ndim == 3 and len(mask) > batch > 1 and len(mask) % batch == 0
     mask = mask.unflatten(0, (batch, -1)) if is_folded else mask
-    index = index.view(len(index), *[1] * (mask.ndim - 2), -1)
-    mask = mask.take_along_dim(index.mT, -2).take_along_dim(index, -1)
+    mask = gathered(gathered(mask, index, mask.ndim - 2), index, mask.ndim - 1)
     return mask.flatten(0, 1) if is_folded else mask
 
 
@@ -90,23 +100,22 @@ def by_place(axis: int) -> Callable[..., Any]:
     return for_kept
 
 
-def argument_names(module: nn.Module) -> tuple[str, ...]:
-    """Returns a module's argument names in order; those of `_forward` if forward passes all its arguments to it."""
-    return names_of(plain_class(module))[0]
-
-
 @cache
-def names_of(kind: Any) -> tuple[tuple[str, ...], bool]:
-    """Returns the argument names of a class of modules, and whether its forward accepts any keyword."""
-    takes_any = "**" in str(inspect.signature(kind.forward))
-    for forward in (getattr(kind, name, None) for name in ("forward", "_forward")):
+def names_of(kind: Any) -> tuple[str, ...]:
+    """Returns the argument names of a class of modules; those of `_forward` where forward passes all to it."""
+    for forward in (kind.forward, getattr(kind, "_forward", None)):
         parts = list(inspect.signature(forward).parameters.values())[1:] if forward else []
-        skipped = [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
+        skipped: set[Any] = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
         if any(part.kind == part.VAR_POSITIONAL for part in parts):     # others have no position behind it
-            skipped.append(inspect.Parameter.KEYWORD_ONLY)
+            skipped.add(inspect.Parameter.KEYWORD_ONLY)
         if names := tuple(part.name for part in parts if part.kind not in skipped):
-            return names, takes_any
-    return (), takes_any
+            return names
+    return ()
+
+
+def argument_names(module: nn.Module) -> tuple[str, ...]:
+    """Returns the names of a module's arguments in order."""
+    return names_of(plain_class(module))
 
 
 @cache
@@ -149,4 +158,5 @@ def network_of(model: nn.Module) -> nn.Module:
     if any(type(part).__name__ == "FullyShardedDataParallel" for part in model.modules()):
         raise ValueError("FSDP1 (FullyShardedDataParallel) hides a network's blocks in wrappers; shard it with FSDP2, "
                          "torch.distributed.fsdp.fully_shard.")
-    return unwrapped(model.get_base_model() if hasattr(model, "get_base_model") else model)
+    base: Any = model
+    return unwrapped(base.get_base_model() if hasattr(model, "get_base_model") else base)

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from routed import families
 from routed.kept import Kept, RouteBlock, replaced, tokens_in
 from routed.modules import BACKWARD, is_compiled_in_place
-from routed.nested import PLAIN_VALUES, leaves, mapped, only_element
-from routed.sealed import Sealed, seal, unsealed
+from routed.nested import PLAIN_VALUES, leaves
+from routed.networks import pairs
+from routed.sealed import Sealed, misses_tokens, seal, unsealed
+from routed.trial import candidates, offer
 
 
 class Pass:
@@ -23,10 +24,10 @@ class Pass:
     sequence, after that. If text has its own stream, some of a block's tables cover the complete sequence.
     """
 
-    def __init__(self, routing: Any, arguments: dict[str, Any]):
+    def __init__(self, routing: Any, arguments: dict[Any, Any], of_network: bool):
         """Counts tokens from the network's arguments; raises ValueError for arguments that cannot be routed."""
-        self.routing, self.last, self.has_gradient = routing, -1, torch.is_grad_enabled()
-        self.recomputes = self.is_pending = self.without_network = False
+        self.routing, self.of_network, self.last = routing, of_network, -1
+        self.is_open = True                 # its blocks may be called
         self.is_compiled = torch.compiler.is_compiling()
         self.seals = routing.options.probe and not self.is_compiled
         # By number of route. In a `Kept`, which refers to this pass, tensors would wait for the garbage collector.
@@ -35,10 +36,6 @@ class Pass:
         self.returned: tuple[Any, Any] = None, None             # the latest block, and its tokens
         self.text = 0                       # tokens of text that has its own stream in some blocks
         family, network, mask = routing.family, routing.network, routing.options.keep_mask
-        for name in () if routing.is_described else families.PAST_A_ROUTE:
-            if arguments.get(name) not in (None, ()):
-                raise ValueError(f"{name} gives blocks inside a route values for all tokens, so the network cannot be "
-                                 f"routed: call it without {name}, or without routed().")
         self.batch = samples_in([*map(arguments.get, routing.arguments), *arguments.values()])
         self.front = family.front(network, arguments) if family.front else routing.options.keep or 0     # or (B,)
         self.free = family.free(network, arguments) if family.free else 0
@@ -46,56 +43,43 @@ class Pass:
 
     def end(self) -> None:
         """Frees the tokens of a pass that is over or broke off, whose graph would hold them for ever."""
-        self.returned, ends = (None, None), [route.end_layer_idx for route in self.routing.routes]
+        self.is_open, self.returned, ends = False, (None, None), [route.end_layer_idx for route in self.routing.routes]
         self.before_route = {r: x for r, x in self.before_route.items() if ends[r] <= self.last}
 
     def advance(self, block: int) -> None:
         """Records that a block is called, or, for the number of blocks, that the pass is over."""
         depth = len(self.routing.blocks)
-        if block == depth and self.last == -1:
-            raise ValueError(f"{type(self.routing.network).__name__} called none of its {depth} blocks in "
-                             f"{self.routing.blocks[0].spec.path}: name the blocks that its forward calls.")
         if block != self.last + 1:
             raise ValueError(f"After block {self.last} came {'the end' if block == depth else f'block {block}'}: a "
-                             f"route needs each of the {depth} blocks once, from the first to the last.")
+                             f"route needs each of the {depth} blocks of {type(self.routing.network).__name__} once, "
+                             f"from the first to the last. Name a list of blocks that its forward calls.")
         self.last = block
 
-    def mark(self, output: Any, depth: int) -> None:
-        """Lets the backward through an output say which pass it is; until its graph is freed, the pass is pending."""
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or self.recomputes:
-            return
-        for value in leaves(output):
-            if isinstance(value, Tensor) and value.grad_fn is not None:
-                self.routing.wait_for(self)
-                value.register_hook(partial(BACKWARD.reach, self, depth))
+    def call(self, block: RouteBlock, forward: Callable[..., Any], args: Any, kwargs: Any, is_first: bool = True,
+             ) -> Any:
+        """Calls a block, on a route only with the kept tokens; at the end of a route, returns all tokens.
 
-    def recompute(self, block: RouteBlock, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Calls a block again in a backward, with the kept tokens of this pass."""
-        try:
-            self.recomputes = True
-            return self.call(block, forward, args, kwargs)
-        finally:
-            self.recomputes = False
-
-    def call(self, block: RouteBlock, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Calls a block, on a route only with the kept tokens; at the end of a route, returns all tokens."""
-        self.is_compiled |= torch.compiler.is_compiling()       # perhaps by a compiled forward alone
+        Only the first call of a block is checked; a backward may recompute it with the same kept tokens.
+        """
+        is_compiling = torch.compiler.is_compiling()
+        self.is_compiled |= is_compiling                        # perhaps by a compiled forward alone
         arguments = {block.name_of(i): value for i, value in enumerate(args)} | kwargs
-        given = only_element(arguments.get(block.tokens))
-        if not torch.compiler.is_compiling() and block.route is not None:
+        given = arguments.get(block.tokens)
+        if block.route is not None and not is_compiling:
             arguments = {name: unsealed(value, partial(self.may_open, block)) for name, value in arguments.items()}
-        x = only_element(arguments.get(block.tokens))
+        x = arguments.get(block.tokens)
         if block.text is not None:
             self.text = arguments[block.text].shape[1]
-        if not self.recomputes:
+        if is_first:
             self.compare(block, x, given)
         if block.route is None:
             output = forward(*args, **kwargs)
-            x = tokens_in(output, block)
         else:
             by_name = self.by_name(block, forward, args, kwargs)
             kept = self.enter(block, arguments, x)
-            tries = None if torch.compiler.is_compiling() or self.recomputes else self.routing.tries
+            if is_first:
+                self.check_named(kept, by_name)
+            tries = self.routing.tries if is_first and not is_compiling else None
             failure = tries.try_block(kept, by_name) if tries else ""
             try:
                 output, taken = kept.call(by_name)
@@ -105,10 +89,10 @@ class Pass:
                 raise ValueError(f"{block} fails when each sample keeps its own tokens "
                                  f"({str(error).partition(chr(10))[0]}). Cause: {failure}. What along= names gets a "
                                  f"batch axis, except by axis 0.") from error
-            output, x = self.leave(kept, output, taken)
-        if not self.recomputes:
-            self.returned = block, x
-        self.mark(output, block.index)
+            output = self.leave(kept, output, taken)
+        if is_first:
+            self.returned = block, tokens_in(output, block)
+            BACKWARD.mark(output, self, block.index)
         is_inside = block.route is not None and not block.ends and not block.spec.rejoins
         is_sealed = is_inside and self.seals and self.routing.blocks[block.index + 1].spec is block.spec
         return self.sealed(block, output) if is_sealed else output
@@ -116,26 +100,17 @@ class Pass:
     def by_name(self, block: RouteBlock, forward: Callable[..., Any], args: Any, kwargs: Any) -> Callable[..., Any]:
         """Returns a function that calls a block, or another function of its arguments, with arguments by name.
 
-        The block's hooks see its kept tokens sealed.
+        Its kept tokens are sealed until the block's hooks have seen them (`RoutedModule.forward`).
         """
-        hides = self.seals and not is_compiled_in_place(block.module) and "forward" not in vars(block.module)
+        seals = self.seals and not is_compiled_in_place(block.module) and "forward" not in vars(block.module)
 
         def call(arguments: dict[Any, Any], function: Callable[..., Any] = forward) -> Any:
-            if hides:
-                arguments = arguments | {block.tokens: mapped(
-                    lambda x: seal(x, self, block) if type(x) is Tensor else x, arguments[block.tokens])}
-            positional = [arguments[block.name_of(i)] for i in range(len(args))]
-            named = {name: arguments[name] for name in kwargs}
-            if not hides:
-                return function(*positional, **named)
-            entry = block.module._routed
-            outer, entry.sealing = entry.sealing, partial(self.sealed, block)
-            try:
-                output = function(*positional, **named)
-                x = tokens_in(output, block)
-                return replaced(output, block, unsealed(x)) if isinstance(x, Sealed) else output
-            finally:
-                entry.sealing = outer
+            if seals:
+                arguments = arguments | {block.tokens: seal(arguments[block.tokens], self, block)}
+            output = function(*(arguments[block.name_of(i)] for i in range(len(args))),
+                              **{name: arguments[name] for name in kwargs})
+            x = tokens_in(output, block)
+            return replaced(output, block, unsealed(x)) if isinstance(x, Sealed) else output
         return call
 
     def sealed(self, block: RouteBlock, output: Any) -> Any:
@@ -146,23 +121,21 @@ class Pass:
     def may_open(self, block: RouteBlock, tokens: Sealed) -> None:
         """Raises ValueError for tokens of another route or pass than that of a block."""
         if tokens.run is not self or tokens.after.route is not block.route:
-            raise ValueError(f"{block} gets tokens that block {tokens.after.index} returned on another route, or in "
-                             f"another pass.")
+            raise misses_tokens(tokens.after, f"passes them to block {block.index}, in another pass or route")
 
     def compare(self, block: RouteBlock, x: Any, given: Any) -> None:
         """Raises ValueError for tokens that change between two blocks of a route, or by a skip around one."""
         (before, returned), self.returned = self.returned, (None, None)
-        is_next = isinstance(given, Sealed) and given.after is before and x.requires_grad == returned.requires_grad
-        if before is None or x is returned or is_next or before.spec is not block.spec or block.spec.rejoins \
-                or before.route is block.route is None or not self.routing.options.probe:
+        if before is None or before.spec is not block.spec or block.spec.rejoins or not self.routing.options.probe \
+                or before.route is block.route is None:
             return
-        if before.route is not block.route and isinstance(x, Tensor) and (     # a copy may be made there
-                torch.compiler.is_compiling() or x.is_meta or x.shape == returned.shape
-                and torch.equal(x, returned.to(x))):        # on a GPU this waits
-            return
-        raise ValueError(f"Between blocks {before.index} and {block.index} of {block.spec.path} the network changes "
-                         f"the tokens: a residual or skip outside of the blocks would miss the routed tokens. Name "
-                         f"blocks that contain it, or set probe=False if it treats each token alone.")
+        is_same = x is returned or isinstance(given, Sealed) and given.after is before \
+            and x.requires_grad == returned.requires_grad
+        if not is_same and before.route is not block.route and isinstance(x, Tensor):   # a copy may be made there
+            is_same = torch.compiler.is_compiling() or x.is_meta or x.shape == returned.shape and torch.equal(
+                x, returned.to(x))          # on a GPU this waits
+        if not is_same:
+            raise misses_tokens(before, f"changes the tokens before block {block.index}")
 
     def enter(self, block: RouteBlock, arguments: dict[Any, Any], x: Any) -> Kept:
         """Returns what a block on a route gets; its tokens are sampled before the first block of the route."""
@@ -174,10 +147,7 @@ class Pass:
                              f"name their argument by family=Family((Blocks(path, tokens=),)).")
         if block.starts:
             self.sample_mask(block, x)
-        kept = Kept(self, block, arguments, x, self.ids_keep[block.r])
-        if not self.recomputes:
-            self.check_named(kept)
-        return kept
+        return Kept(self, block, arguments, x, self.ids_keep[block.r])
 
     def sample_mask(self, block: RouteBlock, x: Tensor) -> None:
         """Samples the mask of a route before its first block, from all tokens x of that block."""
@@ -202,8 +172,9 @@ class Pass:
             if routing.options.grow:        # on a GPU this waits
                 most = max(self.free - int(self.free * ratio), int(mask.sum(dim=1).max()))
                 ratio = Fraction(self.free - most, self.free)
-        places = self.places(self.before(block) if block.joined else 0, x.device).expand(batch, -1)
-        ids = routing.router.get_mask(routing.router.start_route(x.detach(), places), ratio, noise, mask)
+        places = self.first(self.before(block) if block.joined else 0) + torch.arange(self.free, device=x.device)[None]
+        may_leave = routing.router.start_route(x.detach(), places.expand(batch, -1))
+        ids = routing.router.get_mask(may_leave, ratio, noise, mask)
         if self.ids_keep[block.r] is None:      # a recomputation samples only to repeat all operations
             self.ids_keep[block.r], self.before_route[block.r] = ids, x
 
@@ -212,33 +183,32 @@ class Pass:
         has_text = block.joined or block.text is not None
         return self.text if has_text and not self.routing.family.text_last else 0
 
-    def places(self, before: int, device: torch.device) -> Tensor:
-        """Returns the positions (B or 1, n) of the tokens that may be routed, behind so many tokens of text."""
-        first = self.front + before
-        first = first[:, None] if isinstance(first, Tensor) else first
-        return first + torch.arange(self.free, device=device)[None]
+    def first(self, before: int, sample: int | None = None) -> Any:
+        """Returns the position of the first token that may be routed, behind so many tokens of text: one, or (B, 1)."""
+        if not isinstance(self.front, Tensor):
+            return self.front + before
+        return (self.front if sample is None else self.front[sample, None])[:, None] + before
 
-    def check_named(self, kept: Kept) -> None:
+    def check_named(self, kept: Kept, by_name: Callable[..., Any]) -> None:
         """Raises ValueError for an unnamed value as long as the tokens, as a block might cut it to its own length.
 
         In known networks only dicts and masks of all pairs of tokens are refused.
         """
-        block = kept.block
+        block, unnamed = kept.block, {}
         for name, value in kept.arguments.items():
-            if name in block.along or name in (block.tokens, block.text):
+            if name in kept.along or name in (block.tokens, block.text):
                 continue
             if isinstance(value, Mapping) and not all(isinstance(part, PLAIN_VALUES) for part in leaves(value)):
                 raise ValueError(f"{block}: {name} holds {sorted(map(str, value))}, which may have values per token: "
                                  f"call the network without it, or name it in along=.")
-            for part in leaves(value):
-                if is_as_long(part, kept, pairs_alone=not self.routing.is_described):
-                    raise ValueError(
-                        f"{block}: {name} is {tuple(part.shape) if isinstance(part, Tensor) else part}, as long as "
-                        f"the tokens: add {name!r} to along= with its token axis, pairs (a mask of all pairs of "
-                        f"tokens), fewer (a number of tokens), or None if it has no value per token.")
+            axes = candidates(kept, value)
+            if axes and (self.routing.is_described or pairs in axes):
+                unnamed[name] = axes
+        if unnamed:
+            raise ValueError(f"{block}: {offer(kept, by_name, unnamed)}")
 
-    def leave(self, kept: Kept, output: Any, taken: dict[Any, Any]) -> tuple[Any, Tensor]:
-        """Returns the output of a block and the tokens in it; at a route's end, all tokens."""
+    def leave(self, kept: Kept, output: Any, taken: dict[Any, Any]) -> Any:
+        """Returns the output of a block; at a route's end, with all tokens."""
         block, x = kept.block, tokens_in(output, kept.block)
         size = len(kept.x), kept.length - kept.num_routed, kept.x.shape[2]
         if not isinstance(x, Tensor) or x.shape[:2] != size[:2]:
@@ -251,11 +221,10 @@ class Pass:
                        if name != block.tokens and part is not kept.arguments[name]]
             output = type(output)([next((full for part, full in reduced if part is value), value) for value in output])
         if block.ends or block.spec.rejoins:
-            x = kept.rejoin(x, self.before_route[block.r])
-            output = replaced(output, block, x)
-        if block.ends and not self.recomputes:          # detached, because its graph refers to this pass
-            self.before_route[block.r] = self.before_route[block.r].detach() if self.has_gradient else None
-        return output, x
+            output = replaced(output, block, kept.rejoin(x, self.before_route[block.r]))
+        if block.ends:                      # detached, because its graph refers to this pass
+            self.before_route[block.r] = self.before_route[block.r].detach() if torch.is_grad_enabled() else None
+        return output
 
 
 def samples_in(values: list[Any]) -> int | None:
@@ -266,20 +235,6 @@ def samples_in(values: list[Any]) -> int | None:
         if isinstance(value, list) and value or isinstance(value, Tensor) and value.ndim > 1:
             return len(value)
     return None
-
-
-def is_as_long(part: Any, kept: Kept, pairs_alone: bool) -> bool:
-    """True for a number, a mask or a table that is as long as the tokens; the last axis of a table has channels."""
-    def is_long(size: int) -> bool:         # a set, or `in`, would make sizes constants in a compiled graph
-        return any(size == length for length in (kept.run.free, kept.length, kept.length - kept.num_routed))
-
-    if not isinstance(part, Tensor):
-        return type(part) is int and not pairs_alone and part in (kept.run.free, kept.length)
-    if part.ndim > 1 and part.shape[-1] == part.shape[-2] and is_long(part.shape[-1]):
-        return True
-    has_batch = part.ndim > 1 and len(part) == len(kept.ids)
-    is_mask = has_batch and part.ndim == 2 and part.shape[1] != kept.x.shape[2]        # (B, N)
-    return not pairs_alone and any(map(is_long, part.shape[has_batch:part.ndim - (not is_mask)]))
 
 
 def must_be(name: str, value: Any, dtype: torch.dtype, shape: tuple[int, ...], axes: str) -> None:

@@ -1,7 +1,7 @@
 """`routed` routes a network from outside, without changes to its code: who calls, and what is open."""
 
 import threading
-import weakref
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from routed import families
 from routed.kept import RouteBlock
-from routed.modules import install, is_compiled_in_place, plain_class, uninstall
-from routed.nested import leaves
-from routed.networks import Blocks, Family, argument_names, defaults_of, names_of, network_of, owner_of
+from routed.modules import BACKWARD, install, plain_class
+from routed.nested import leaves, mapped
+from routed.networks import Blocks, Family, argument_names, defaults_of, network_of, owner_of
 from routed.passes import Pass
-from routed.sealed import Sealed
+from routed.sealed import Sealed, misses_tokens
 from routed.trial import TRIED, Trial, Trials, on_copies
 from routing_module import Route, Router, resolve_routes
 
@@ -34,169 +34,124 @@ class Routing:
         self.network, self.options = network, options           # the keywords of `routed`
         self.family = described(network, options)
         self.is_described = options.family is not None or options.blocks is not None    # by the user
-        self.blocks = self.list_blocks()
+        listed = [(spec, module) for spec in self.family.lists for module in spec.modules_of(network, options.blocks)]
+        self.routes = checked(routes, len(listed))
+        on_route = {i: (r, route) for r, route in enumerate(self.routes) if route.selection_ratio > 0
+                    for i in range(route.start_layer_idx, route.end_layer_idx + 1)}
+        self.blocks = [RouteBlock(i, module, spec, self.family.joins_text(spec), *on_route.get(i, (-1, None)))
+                       for i, (spec, module) in enumerate(listed)]
         self.block_of = {block.module: block for block in self.blocks}
-        if repeated := len(self.blocks) - len(self.block_of):
-            raise ValueError(f"{repeated} of {len(self.blocks)} blocks repeat an earlier one, but a route needs "
-                             f"blocks that are called once.")
-        self.routes = self.put_on_blocks(routes)
         router = getattr(network, "router", None)
-        if isinstance(router, nn.Module):
-            raise ValueError("This network fuses its own route: call it with routes=net.routes instead.")
         self.router = options.router or (router if isinstance(router, Router) else Router())
         self.arguments, self.defaults = argument_names(network), defaults_of(plain_class(network))
         self.tries = TRIED.setdefault(network, Trials()) if options.probe and not options.ordered else None
         self.ids_keep: list[Tensor | None] = [None] * len(self.routes)
         self.trials: list[Trial] = []
-        self.modules = {network: None} | self.block_of
         self.thread = threading.get_ident()
         self.pauses = 0                         # `routed(model, [])` inside
-        self.pending = 1                        # the `with` block, and passes through which a backward may still come
-        self.active: Pass | None = None         # the pass whose blocks are being called
-        self.latest: Pass | None = None
+        self.run: Pass | None = None            # the latest pass
 
-    def list_blocks(self) -> list[RouteBlock]:
-        blocks: list[RouteBlock] = []
-        for spec in self.family.lists:
-            joined = spec.text is None and any(block.text is not None for block in blocks)
-            for module in spec.modules_of(self.network, self.options.blocks):
-                blocks.append(RouteBlock(len(blocks), module, spec, joined))
-        names = {name for block in blocks for name in block.names[1:]}
-        takes_any = any(names_of(plain_class(block.inner))[1] for block in blocks)
-        if unknown := [key for key in self.options.along or () if isinstance(key, str) and key not in names
-                       and not takes_any]:
-            raise ValueError(f"along= names {unknown[0]!r}; besides tokens the blocks take {sorted(names)}.")
-        return blocks
-
-    def put_on_blocks(self, routes: list[Any]) -> tuple[Route, ...]:
-        """Puts the blocks on their routes, whose numbers it resolves and sorts; raises ValueError if it cannot."""
-        if others := [route for route in routes if not isinstance(route, Route)]:
-            raise ValueError(f"{others[0]!r} is not a route: write Route(start_layer_idx, end_layer_idx, "
-                             f"selection_ratio), and Route(**part) for a dict.")
-        resolved = resolve_routes(routes, len(self.blocks))
-        for r, route in enumerate(resolved):
-            if not route.is_identity or route.path_drop:
-                raise ValueError(f"Route {route}: routed() returns tokens unchanged, so it does not support x_T, "
-                                 f"x_D_last, return_from and path_drop.")
-            if route.selection_ratio > 0:
-                for block in self.blocks[route.start_layer_idx:route.end_layer_idx + 1]:
-                    block.r, block.route = r, route
-                    block.starts, block.ends = block.index == route.start_layer_idx, block.index == route.end_layer_idx
-        return resolved
+    @property
+    def is_in_network(self) -> bool:
+        """True while the network's forward runs."""
+        return self.run is not None and self.run.is_open and self.run.of_network
 
     def close(self) -> None:
-        """Ends the routing; a backward that comes later still finds the passes whose graphs live."""
-        latest, self.active = self.latest, None
-        self.end()
-        self.trials = [row for row in self.tries.rows.values() if isinstance(row, Trial)] if self.tries else []
-        for module in self.modules:
-            if module._routed.routing is self:
-                module._routed.routing = None
-        self.release()
-        if latest is not None and latest.is_compiled and self.tries:
-            self.tries.warn_of_compiled(type(self.network).__name__)
-
-    def wait_for(self, run: Pass) -> None:
-        """Keeps the modules routed until a pass is freed."""
-        if not run.is_pending:
-            run.is_pending = True
-            self.pending += 1
-            weakref.finalize(run, Routing.release, self).atexit = False
-
-    def release(self) -> None:
-        """Ends one of the reasons to keep the modules routed: the `with` block, or a pass; after the last, no more."""
-        self.pending -= 1
-        if not self.pending:
-            for module in self.modules:
-                uninstall(module)
+        """Ends the routing; a backward that comes later finds its passes by the graph."""
+        if self.tries:
+            self.trials = [row for row in self.tries.rows.values() if isinstance(row, Trial)]
+            if self.run is not None and self.run.is_compiled and not self.tries.has_verdict:
+                warnings.warn(f"{type(self.network).__name__} is compiled, so its blocks were not tried, and whether "
+                              f"they may be routed is not known. Run one pass inside routed() before compiling, or "
+                              f"pass routed() the compiled module.", stacklevel=4)
+        if self.run is not None:
+            self.run.end()
+        for module in (self.network, *self.block_of):
+            vars(module).pop("_routed", None)
 
     def call(self, block: RouteBlock | None, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls the network (None) or a block of it in a forward pass; the network or block 0 begins the pass."""
+        if not torch.is_grad_enabled() and (block is None or block.route) and any(
+                isinstance(value, Tensor) and value.requires_grad for value in (*args, *kwargs.values())):
+            raise ValueError(f"{block or 'The network'} runs without the gradient that its input needs, as in a "
+                             f"reentrant checkpoint or one that offloads activations: use torch's checkpoint with "
+                             f"use_reentrant=False, or detach the input.")
         if block is None:
             return self.call_network(forward, args, kwargs)
-        if block.index == 0 and (self.active is None or self.active.without_network):
-            self.active = self.begin({})
-            self.active.without_network = True
-        elif self.active is None:
-            raise ValueError(f"Block {block.index} of {block.spec.path} is called outside of a pass: inside routed() "
-                             f"call the network, or its blocks from the first to the last.")
-        run = self.active
+        run = self.run
+        if run is None or not run.is_open or block.index == 0 and not run.of_network:
+            run = self.begin({}, of_network=False)
         run.advance(block.index)
-        if run.has_gradient and block.route is not None:
-            needs_gradient(str(block))
         output = run.call(block, forward, args, kwargs)
-        if block.index == len(self.blocks) - 1 and run.without_network:
-            self.active = None
+        if block.index == len(self.blocks) - 1 and not run.of_network:
             run.end()
         return output
 
-    def call_network(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.active is not None and not self.active.without_network:     # its forward, inside of its call
+    def call_network(self, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        if self.is_in_network:              # its forward, inside of its call
             return forward(*args, **kwargs)
-        arguments = dict(zip(self.arguments or range(len(args)), args, strict=False)) | kwargs
-        if any(isinstance(value, Tensor) and value.requires_grad for value in arguments.values()):
-            needs_gradient("The network")
-        run = self.active = self.begin(self.defaults | arguments)
+        names = self.arguments or range(len(args))
+        run = self.begin(self.defaults | dict(zip(names, args, strict=False)) | kwargs, of_network=True)
         try:
             output = forward(*args, **kwargs)
         finally:
-            self.active = None
+            run.is_open = False
         run.advance(len(self.blocks))
         if not run.is_compiled and (read := [x for x in leaves(output) if isinstance(x, Sealed)]):
-            raise ValueError(f"The network returns what block {read[0].after.index} returns, with some tokens on a "
-                             f"route, as features: start or end the route there, or do not ask for them.")
-        if run.is_pending:
-            run.mark(output, len(self.blocks))
+            raise misses_tokens(read[0].after, "returns them as features")
+        BACKWARD.mark(output, run, len(self.blocks))
         return output
 
-    def try_uncompiled(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+    def try_uncompiled(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
         """Runs a compiled network once uncompiled and without gradients, before its first call, to try its blocks."""
-        if self.tries is None or self.active is not None or self.pauses or self.tries.has_verdict \
-                or threading.get_ident() != self.thread or module is self.network and not is_compiled_in_place(module):
+        if not self.tries or self.tries.has_verdict or self.is_in_network or self.pauses \
+                or threading.get_ident() != self.thread:
             return
-        on_copies(self.network, self.network.forward, args, kwargs or {})
-        self.end()
+        args, kwargs = mapped(lambda part: part.detach().clone() if type(part) is Tensor else part, (args, kwargs))
+        device = next((part.device for part in leaves([args, kwargs]) if isinstance(part, Tensor)), torch.device("cpu"))
+        with torch.no_grad(), on_copies(self.network, torch.Generator(device), None, None) as start:
+            start(0)
+            self.network.forward(*args, **kwargs)
+        self.run = None
 
-    def begin(self, arguments: dict[str, Any]) -> Pass:
-        """Begins a pass of the network with these arguments."""
-        self.end()
-        self.latest = Pass(self, arguments)
-        self.ids_keep = self.latest.ids_keep
-        return self.latest
-
-    def end(self) -> None:
-        if self.latest is not None:
-            self.latest.end()
-        self.latest = None
+    def begin(self, arguments: dict[Any, Any], of_network: bool) -> Pass:
+        """Begins a pass of the network with these arguments, or of its blocks alone."""
+        if self.run is not None:
+            self.run.end()
+        self.run = Pass(self, arguments, of_network)
+        self.ids_keep = self.run.ids_keep
+        return self.run
 
 
-def described(network: nn.Module, options: Any) -> Any:
+def checked(routes: list[Any], depth: int) -> tuple[Route, ...]:
+    """Returns the routes, resolved and in order of depth; raises ValueError for those that routed() does not have."""
+    for route in routes:
+        if not isinstance(route, Route):
+            raise ValueError(f"{route!r} is not a route: write Route(start_layer_idx, end_layer_idx, selection_ratio), "
+                             f"and Route(**part) for a dict.")
+        if not route.is_identity or route.path_drop:
+            raise ValueError(f"Route {route}: routed() returns tokens unchanged, so it does not support x_T, x_D_last, "
+                             f"return_from and path_drop.")
+    return resolve_routes(routes, depth)
+
+
+def described(network: nn.Module, options: Any) -> Family:
     """Returns the description of a network: the user's, or the known one as along= and keep= correct it."""
     if options.family is not None and (options.blocks, options.along, options.keep) != (None, None, None):
         raise ValueError("blocks=, along= and keep= describe a network, as family= does: leave them out.")
-    if not isinstance(options.keep, int | None) or (options.keep or 0) < 0:
+    if options.keep is not None and not (isinstance(options.keep, int) and options.keep >= 0):
         raise ValueError(f"keep={options.keep!r} must be a number of leading tokens: use keep_mask= for others.")
     if (name := owner_of(network).__name__) in families.REFUSED:
         raise ValueError(f"{name} cannot be routed exactly: {families.REFUSED[name]}.")
-    if options.family is not None:
-        return options.family
     along = dict(options.along or {})
     if options.blocks is not None:
         return Family((Blocks(options.blocks if isinstance(options.blocks, str) else "blocks=", along),))
-    family = families.family_of(network)
-    if options.keep is not None and (family.front or family.free or any(spec.text is not None
-                                                                        for spec in family.lists)):
+    family: Family = options.family or families.family_of(network)
+    if options.keep is not None and (family.front or family.free or any(
+            spec.text is not None for spec in family.lists)):
         raise ValueError(f"keep= does not apply: {type(network).__name__} is known, and its tokens that are never "
                          f"routed are counted. Use keep_mask= for others.")
     return replace(family, lists=tuple(replace(spec, along={**spec.along, **along}) for spec in family.lists))
-
-
-def needs_gradient(what: str) -> None:
-    """Raises ValueError where gradients are off although the input needs them."""
-    if not torch.is_grad_enabled():
-        raise ValueError(f"{what} runs without the gradient that its input needs, as in a reentrant checkpoint or one "
-                         f"that offloads activations: use torch's checkpoint with use_reentrant=False, or detach the "
-                         f"input.")
 
 
 @contextmanager
@@ -230,9 +185,9 @@ def routed(
     options = SimpleNamespace(blocks=blocks, along=along, keep=keep, mask_noise=mask_noise, keep_mask=keep_mask,
                               grow=grow, router=router, family=family, probe=probe, ordered=ordered)
     routing = Routing(network, [routes] if isinstance(routes, Route) else list(routes), options)
-    other = getattr(getattr(network, "_routed", None), "routing", None)
+    other, _ = vars(network).get("_routed", (None, None))
     if not any(block.route for block in routing.blocks):     # dense: uses what was compiled without a route
-        outside = other or routing
+        outside = routing if other is None else other
         outside.pauses += 1
         try:
             yield routing
@@ -242,20 +197,18 @@ def routed(
     if other is not None:
         raise ValueError(f"{type(network).__name__} is routed already: pass all routes to one routed(), or [] for a "
                          f"dense pass inside of it.")
-    for module, block in routing.modules.items():
+    for module, block in [(network, None), *routing.block_of.items()]:
         install(module, routing, block)
-    wrappers = [part for part in model.modules() if hasattr(part, "_orig_mod") and network in part.modules()]
-    hook = None
-    if wrappers and routing.tries and not routing.tries.has_verdict:
-        hook = wrappers[0].register_forward_pre_hook(routing.try_uncompiled, with_kwargs=True)
+    hooks = [part.register_forward_pre_hook(routing.try_uncompiled, with_kwargs=True) for part in model.modules()
+             if hasattr(part, "_orig_mod") and network in part.modules()]
     try:
         yield routing
-        if routing.latest is None:
+        if routing.run is None:
             raise ValueError(f"{type(network).__name__} was not called inside routed(), so nothing was routed: call "
                              f"this very network inside the `with` block.")
-        if routing.latest.last < len(routing.blocks):
-            routing.latest.advance(len(routing.blocks))
+        if routing.run.last < len(routing.blocks):
+            routing.run.advance(len(routing.blocks))
     finally:
-        if hook:
+        for hook in hooks:
             hook.remove()
         routing.close()

@@ -34,7 +34,7 @@ class Sealed(Tensor):
             try:
                 result = function(*args, **kwargs)
             except RuntimeError as error:   # as where lengths differ
-                raise computed(sealed, name) from error
+                raise misses_tokens(sealed.after, f"computes with the others ({name})") from error
             if result is sealed.raw:
                 return sealed
             if name == "detach" or name == "to" and (torch.is_grad_enabled() or not sealed.raw.requires_grad):
@@ -43,7 +43,7 @@ class Sealed(Tensor):
                 return result               # of a function that hooks on gradients pass a block's input through
             if not any(isinstance(part, Tensor) for part in leaves(result)):
                 return result
-        raise computed(sealed, name)
+        raise misses_tokens(sealed.after, f"computes with the others ({name})")
 
 
 def seal(x: Tensor, run: Any, after: Any) -> Tensor:
@@ -53,19 +53,20 @@ def seal(x: Tensor, run: Any, after: Any) -> Tensor:
 
 
 def unsealed(value: Any, check: Callable[[Sealed], None] = lambda sealed: None) -> Any:
-    """Returns raw tokens, also in a tuple or a list of them alone; other lists remain, as a block may append to one."""
+    """Returns raw tokens, also in a tuple; lists remain, as a block may append to one."""
     if isinstance(value, Sealed):
         check(value)
         return value.raw
-    if isinstance(value, tuple) or isinstance(value, list) and len(value) == 1:
+    if isinstance(value, tuple):
         parts = [unsealed(part, check) for part in value]
         if any(part is not old for part, old in zip(parts, value, strict=True)):
             return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return value
 
 
-def computed(sealed: Sealed, name: str) -> ValueError:
-    return ValueError(f"After block {sealed.after.index} of {sealed.after.spec.path}, with some tokens on a route, the "
-                      f"network or a hook computes with the others ({name}): a residual, skip, feature or loss outside "
-                      f"of the blocks would miss the routed tokens. Name blocks that contain it, start or end the "
-                      f"route there, or set probe=False if it treats each token alone.")
+def misses_tokens(after: Any, does: str) -> ValueError:
+    """Returns the error about what is done with tokens between two blocks of a route."""
+    return ValueError(f"After block {after.index} of {after.spec.path}, with some tokens on a route, the network or a "
+                      f"hook {does}: a residual, skip, feature or loss outside of the blocks would miss the routed "
+                      f"tokens. Name blocks that contain it, start or end the route there, or set probe=False if it "
+                      f"treats each token alone.")

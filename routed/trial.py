@@ -6,15 +6,13 @@ autocast or context of the caller reaches.
 
 import copy
 import math
-import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from itertools import combinations, product
-from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,14 +20,18 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from routed.kept import tokens_in
-from routed.modules import OWN, is_compiled_in_place, plain_class
+from routed.kept import OWN, tokens_in
+from routed.modules import plain_class
 from routed.nested import leaves, mapped
+from routed.networks import fewer, gathered, pairs
 
 TRIED: WeakKeyDictionary[nn.Module, "Trials"] = WeakKeyDictionary()     # what has been tried in a network
 TOLERANCE = 2e-4        # in float32, where 60 networks deviate by 1e-5 at most
 PATIENCE = 3            # passes without a verdict, after which a block is trusted
 RANDOM, ORDER = "it draws random numbers of its own", "depends on where its tokens are: in another order "
+JOINT = ("is called once for each sample, because along= names axis 0, and what it returns or stores changes if it is "
+         "called for all: an argument that all samples share is as long as the batch, or it computes over the batch. "
+         "Pass it table[None] and name axis 1. It differs")
 HALF = torch.bfloat16, torch.float16
 
 
@@ -47,22 +49,19 @@ class Trial:
 class Trials:
     """Tries the blocks of a network, each once for a kind of arguments in all `with` blocks, and lists the results."""
 
-    rows: dict[tuple[Any, ...], Trial | int | None] = field(default_factory=dict)   # int: passes without a verdict
+    rows: dict[tuple[Any, ...], Trial | int] = field(default_factory=dict)          # int: passes without a verdict
     sizes: dict[tuple[Any, ...], tuple[int, ...]] = field(default_factory=dict)     # the largest of its arguments
-    warned: bool = False
 
     @property
     def has_verdict(self) -> bool:
-        return any(not isinstance(row, int) for row in self.rows.values())
+        return any(isinstance(row, Trial) or row == PATIENCE for row in self.rows.values())
 
-    def kind_of(self, kept: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    def kind_of(self, kept: Any) -> tuple[tuple[Any, ...], tuple[int, ...]]:
         """Returns what a block's behaviour may depend on, besides values of tensors, and the sizes of its arguments."""
-        block, values = kept.block, [*kept.arguments.items()]
-        axes = [(name, getattr(axis, "__qualname__", str(axis))) for name, axis in block.along.items()]
-        kinds = [(name, *map(kind_of, leaves(value))) for name, value in values]
-        tensors = [part for _, value in values for part in leaves(value) if isinstance(part, Tensor)]
-        sizes = [size for part in tensors for size in part.shape]
-        return (block.index, len(kept.ids) > 1, block.settings, *axes, *kinds), tuple(sizes)
+        axes = [(name, getattr(axis, "__qualname__", str(axis))) for name, axis in kept.along.items()]
+        kinds = [(name, *map(kind_of, leaves(value))) for name, value in kept.arguments.items()]
+        sizes = [size for part in leaves(kept.arguments) if isinstance(part, Tensor) for size in part.shape]
+        return (kept.block.index, len(kept.ids) > 1, kept.block.settings, *axes, *kinds), tuple(sizes)
 
     def try_block(self, kept: Any, call: Callable[..., Any]) -> str:
         """Raises ValueError for a block whose output depends on more than its tokens and the arguments in `along`.
@@ -70,38 +69,21 @@ class Trials:
         `call` calls a function like the block's forward with arguments by name. Returns the cause if the trial failed,
         as the block may.
         """
-        block, (here, sizes), rows = kept.block, self.kind_of(kept), self.rows
-        largest = self.sizes.get(here, sizes)
-        if here in rows and not isinstance(rows[here], int) and all(map(int.__le__, sizes, largest)):
+        here, sizes = self.kind_of(kept)
+        before, largest = self.rows.get(here, 0), self.sizes.get(here, sizes)
+        if before == PATIENCE or isinstance(before, Trial) and all(map(int.__le__, sizes, largest)):
             return ""
         row, reason, failed = in_thread(lambda: measure(kept, call), kept.ids.device)
-        if row is None:
-            self.wait(here, block, reason)
-            return cause(kept) if failed else ""
-        if not row.deviation <= row.tolerance:
-            raise ValueError(f"{block} {reason} by {row.deviation:.2g} of what it adds (tolerance {row.tolerance:.1g}, "
-                             f"{row.dtype}). Cause: {cause(kept)}. If it depends on their order alone (causal "
-                             f"attention, scans), set ordered=True.")
-        rows[here], self.sizes[here] = row, tuple(map(max, sizes, largest))
-        return ""
-
-    def wait(self, here: tuple[Any, ...], block: Any, reason: str) -> None:
-        """Counts a pass without a verdict; after the last, warns once for the network."""
-        passes = self.rows.get(here, 0)
-        self.rows[here] = passes + 1 if isinstance(passes, int) and passes + 1 < PATIENCE else None
-        if self.rows[here] is None:
-            self.warn(f"{block} could not be tried in {PATIENCE} passes ({reason}), so whether it may be routed is not "
-                      f"known. It is trusted from now on.")
-
-    def warn_of_compiled(self, name: str) -> None:
-        if not self.has_verdict:
-            self.warn(f"{name} is compiled, so its blocks were not tried, and whether they may be routed is not known. "
-                      f"Run one pass inside routed() before compiling, or pass routed() the compiled module.")
-
-    def warn(self, message: str) -> None:
-        if not self.warned:
-            self.warned = True
-            warnings.warn(message, stacklevel=2)
+        if row is not None and not row.deviation <= row.tolerance:
+            raise ValueError(f"{kept.block} {reason} by {row.deviation:.2g} of what it adds (tolerance "
+                             f"{row.tolerance:.1g}, {row.dtype}). Cause: {cause(kept)}. If it depends on their order "
+                             f"alone (causal attention, scans), set ordered=True.")
+        self.rows[here] = row or (before + 1 if isinstance(before, int) else 1)
+        self.sizes[here] = tuple(map(max, sizes, largest))
+        if self.rows[here] == PATIENCE:
+            warnings.warn(f"Blocks of {kept.block.spec.path} could not be tried in {PATIENCE} passes ({reason}), so "
+                          f"whether they may be routed is not known. They are trusted from now on.", stacklevel=2)
+        return cause(kept) if failed else ""
 
 
 def kind_of(part: Any) -> Any:
@@ -113,10 +95,57 @@ def kind_of(part: Any) -> Any:
     return part if isinstance(part, bool | str | None) else type(part).__name__
 
 
+def candidates(kept: Any, value: Any) -> list[Any]:
+    """Lists what along= may say about an argument as long as the tokens; the last axis of a table has channels."""
+    def is_long(size: int) -> bool:         # a set, or `in`, would make sizes constants in a compiled graph
+        return any(size == length for length in (kept.run.free, kept.length, kept.length - kept.num_routed))
+
+    found: list[Any] = []
+    for part in leaves(value):
+        if type(part) is int and part in (kept.run.free, kept.length):
+            found.append(fewer)
+        if not isinstance(part, Tensor) or part.ndim < 2:
+            continue
+        if part.shape[-1] == part.shape[-2] and is_long(part.shape[-1]):
+            found.append(pairs)
+        is_mask = part.ndim == 2 and len(part) == len(kept.ids) and part.shape[1] != kept.x.shape[2]    # (B, N)
+        for axis in range(part.ndim - (not is_mask)):
+            if is_long(part.shape[axis]) and (len(part) in (1, len(kept.ids)) if axis else len(part) != len(kept.ids)):
+                found += [axis] if axis else [-part.ndim, 0]
+    return list(dict.fromkeys(found))
+
+
+def offer(kept: Any, call: Callable[..., Any], unnamed: dict[Any, list[Any]]) -> str:
+    """Says what to write about arguments as long as the tokens: each line that passes a trial, or what is open."""
+    right, choices = [], [[*axes, None] for axes in unnamed.values()]
+    parts = {name: next(part for part in leaves(kept.arguments[name]) if candidates(kept, part)) for name in unnamed}
+    # What has the shape of the tokens may be what the user wants to route, so no trial can tell.
+    may_try = not torch.compiler.is_compiling() and kept.run.routing.tries is not None and not any(
+        getattr(part, "shape", None) == kept.x.shape for part in parts.values()) and math.prod(map(len, choices)) <= 64
+    for axes in product(*choices) if may_try else ():
+        tried = kept.but(along=kept.along | dict(zip(unnamed, axes, strict=True)))
+        row, *_ = in_thread(partial(measure, tried, call), kept.ids.device)
+        if row is not None and row.deviation <= row.tolerance:
+            right.append([[axis] for axis in axes])
+
+    def line(axes: list[list[Any]]) -> str:
+        given = {name: [axis] for name, axis in (kept.run.routing.options.along or {}).items()}
+        return "along={" + ", ".join(f"{name!r}: {' or '.join(getattr(axis, '__name__', str(axis)) for axis in some)}"
+                                     for name, some in (given | dict(zip(unnamed, axes, strict=True))).items()) + "}"
+
+    found = ", ".join(f"{name} is {tuple(part.shape) if isinstance(part, Tensor) else part}"
+                      for name, part in parts.items())
+    used = sorted({axis.__name__ for axes in right or [choices] for some in axes for axis in some if callable(axis)})
+    return (f"{found}, as long as the tokens: write {' or '.join(map(line, right or [choices]))}"
+            + f" (`from routed import {', '.join(used)}`)" * bool(used)
+            + (", with which this block passes its trial." if right else ", with the token axis, or None if it has no "
+               "value per token." + f" The block passes its trial with none of these. Cause: {cause(kept)}." * may_try))
+
+
 def cause(kept: Any) -> str:
     block = kept.block
     others = [str(name) for name, value in kept.arguments.items() if value is not None
-              and block.along.get(name) is None and name not in (block.tokens, block.text)]
+              and kept.along.get(name) is None and name not in (block.tokens, block.text)]
     return ("positions inside the block or its hooks, such as its own rotary values, a convolution, windows or pooled "
             "keys; tokens that come first (N, B, D), as without batch_first=True; or the axis of an argument in along="
             + (f", which names none for {', '.join(others)}" if others else ""))
@@ -124,20 +153,20 @@ def cause(kept: Any) -> str:
 
 def measure(kept: Any, call: Callable[..., Any]) -> tuple[Trial | None, str, bool]:
     """Returns the result of a trial and what it means, or None and why there is none; and whether the block failed."""
-    reasons: list[tuple[str, bool]] = []
-    # What computes in one precision alone is tried in that, and a block with noise of its own in evaluation.
-    for dtype, mode in product((torch.float32, None), (None, False)):
-        if mode is False and not (reasons[-1] == (RANDOM, False) and kept.block.module.training):
-            continue
+    reasons: list[str] = []
+    failed = False
+    for dtype in (torch.float32, None):     # what computes in one precision alone is tried in that
         try:
-            row, reason = measured(kept, call, dtype, mode)
+            row, reason = measured(kept, call, dtype, None)
+            if reason == RANDOM and kept.block.module.training:     # perhaps not in evaluation
+                row, reason = measured(kept, call, dtype, False)
             failed = False
         except Exception as error:
             row, reason, failed = None, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", True
         if row is not None:
             return row, reason, False
-        reasons.append((reason, failed))
-    return None, reasons[0][0], reasons[-1][1]
+        reasons.append(reason)
+    return None, reasons[0], failed
 
 
 def measured(kept: Any, call: Callable[..., Any], dtype: torch.dtype | None, mode: bool | None,
@@ -146,26 +175,22 @@ def measured(kept: Any, call: Callable[..., Any], dtype: torch.dtype | None, mod
     block, ids, module = kept.block, kept.ids, getattr(kept.block.module, "_orig_mod", kept.block.module)
     if any(p.is_meta for p in (kept.x, *module.parameters())):
         return None, "its weights are elsewhere"
-    is_sharded = False
+    function = module
     for part in module.modules():
-        if hasattr(part, "unshard"):        # FSDP2 gathers the weights of the call that follows
+        if hasattr(part, "unshard"):        # FSDP2 gathers the weights of the call that follows, not of a forward
             part.unshard()
-            is_sharded = True
+            function = module.forward
     generator = torch.Generator(ids.device).manual_seed(0)
     order = torch.rand(ids.shape, generator=generator, device=ids.device).argsort(dim=1)
-    with undisturbed(module, ids.device, dtype, mode) as restart:
-        arguments = {name: prepared(value, generator, dtype, name == block.tokens)
-                     for name, value in kept.arguments.items()}
-        weights = opened_weights(module, generator, dtype)
-        forward = module.forward if is_sharded or is_compiled_in_place(module) else module
-
+    arguments = {name: mapped(partial(opened, generator=generator, dtype=dtype, near=1e-3 * (name != block.tokens)),
+                              value) for name, value in kept.arguments.items()}
+    with on_copies(module, generator, dtype, mode) as start:
         def run(ids: Tensor, per_sample: bool | None = None, seed: int = 0) -> tuple[Any, Any, list[Any]]:
-            restart(seed)
-            buffers = {name: cast(buffer.clone(), dtype) for name, buffer in named(module, "named_buffers")}
+            start(seed)
             turned = kept.but(ids=ids, arguments=copied(arguments), is_trial=True)
-            out, _ = turned.call(partial(call, function=with_tensors(module, forward, weights | buffers)), per_sample)
+            out, _ = turned.call(partial(call, function=function), per_sample)
             lists = leaves([value for value in turned.arguments.values() if isinstance(value, list)])
-            return turned, out, [*buffers.values(), *stored(module), *(x for x in lists if isinstance(x, Tensor))]
+            return turned, out, [*stored(module), *(x for x in lists if isinstance(x, Tensor))]
 
         first, out, _ = run(ids)
         second, other, _ = run(ids.gather(1, order))
@@ -178,75 +203,58 @@ def measured(kept: Any, call: Callable[..., Any], dtype: torch.dtype | None, mod
         if added <= 4 * eps * size:         # lost when added to the tokens and rounded
             return None, "it adds nothing yet"
         limit = TOLERANCE + 2 * eps * (1 + size / added)
-        deviation, reason = largest_deviation(first, second, out, other, main, added, eps)
+        found = deviations(first, out, other, second.order(), added, eps)
+        deviation, reason = max(found), ORDER + ("they change" if found[0] == max(found) else
+                                                 "another of its outputs changes")
         if deviation > limit and not rms(tokens_in(run(ids, seed=1)[1], block) - main) <= limit * added:
             return None, RANDOM
-        if deviation <= limit and block.per_sample and kept.run.routing.is_described and len(kept.ids) > 1 \
+        if deviation <= limit and kept.per_sample and kept.run.routing.is_described and len(kept.ids) > 1 \
                 and not isinstance(kept.run.front, Tensor):
-            deviation, reason = max((deviation, reason), joint_deviation(run, ids, added, limit))
+            deviation, reason = max((deviation, reason), (joint_deviation(run, ids, added, eps), JOINT))
     return Trial(f"block {block.index} of {block.spec.path} ({plain_class(block.inner).__name__})",
                  deviation, limit, dtype or x.dtype), reason
 
 
-def largest_deviation(first: Any, second: Any, out: Any, other: Any, main: Tensor, added: float, eps: float,
-                      ) -> tuple[float, str]:
-    """Compares all outputs: the tokens in the second order, others along whichever axes they have the tokens."""
-    block, order = first.block, second.order()
-    found = [(rms(main.take_along_dim(order[..., None], 1) - tokens_in(other, block)) / added, ORDER + "they change")]
-    for one, two in zip(outputs(out), outputs(other), strict=True):
+def deviations(kept: Any, out: Any, other: Any, order: Tensor, added: float, eps: float) -> list[float]:
+    """Compares the tokens with those in another order, and other outputs along whichever axes they have the tokens."""
+    main, text = tokens_in(out, kept.block), kept.arguments.get(kept.block.text)
+    found = [rms(gathered(main, order, 1) - tokens_in(other, kept.block)) / added]
+    for one, two in zip(leaves(out), leaves(other), strict=True):
         if one is main or not isinstance(one, Tensor) or not one.is_floating_point() or not one.numel():
             continue
         if one.ndim > 1 and len(one) == len(main) * main.shape[1]:     # (B·K, …), as of a router of experts
             one, two = one.unflatten(0, main.shape[:2]), two.unflatten(0, main.shape[:2])
-        text = first.arguments.get(block.text) if block.text is not None else None
-        news = rms(one - text) if text is not None and text.shape == one.shape else rms(one)
+        news = rms(one - text) if isinstance(text, Tensor) and text.shape == one.shape else rms(one)
         if news > 4 * eps * rms(one):
             axes = [axis for axis in range(1, one.ndim) if one.shape[axis] == main.shape[1] and len(one) == len(main)]
-            turns = [some for count in range(len(axes) + 1) for some in combinations(axes, count)]
-            found.append((min(rms(turned(one, some, order) - two) for some in turns) / news,
-                          ORDER + "another of its outputs changes"))
-    return next((row for row in found if not math.isfinite(row[0])), max(found))
+            turned = [reduce(lambda part, axis: gathered(part, order, axis), some, one)
+                      for count in range(len(axes) + 1) for some in combinations(axes, count)]
+            found.append(min(rms(part - two) for part in turned) / news)
+    return [part if math.isfinite(part) else math.inf for part in found]
 
 
-def joint_deviation(run: Callable[..., Any], ids: Tensor, added: float, limit: float) -> tuple[float, str]:
+def joint_deviation(run: Callable[..., Any], ids: Tensor, added: float, eps: float) -> float:
     """Compares one call for each sample with one for all, where all samples keep the same tokens."""
     shared = ids[:1].expand(len(ids), -1)
     try:
-        _, batch, left = run(shared, False)
+        kept, joint, left = run(shared, False)
     except Exception:                       # a description that is made for single samples
-        return 0.0, ""
+        return 0.0
     _, single, left_single = run(shared, True)
-    found = [(rms(one - two) / (added if i == 0 else max(rms(one), 1e-9)), "changes")
-             for i, (one, two) in enumerate(zip(outputs(batch), outputs(single), strict=True))
-             if isinstance(one, Tensor) and one.is_floating_point()]
-    same = len(left) == len(left_single) and all(
-        one.shape == two.shape and rms(one - two) <= limit * rms(one)
+    is_same = len(left) == len(left_single) and all(
+        one.shape == two.shape and rms(one - two) <= TOLERANCE * rms(one)
         for one, two in zip(left, left_single, strict=True) if one.is_floating_point())
-    found.append((0.0 if same else math.inf, "stores something else, and it changes"))
-    deviation, what = max(found)
-    return deviation, (f"is called once for each sample, because along= names axis 0, and {what} if it is called for "
-                       f"all: an argument that all samples share is as long as the batch, or it computes over the "
-                       f"batch. Pass it table[None] and name axis 1. It differs")
-
-
-def outputs(value: Any) -> list[Any]:
-    return leaves(value if isinstance(value, tuple | list) else [value])
+    return max(deviations(kept, joint, single, kept.order(), added, eps)) if is_same else math.inf
 
 
 def rms(part: Tensor) -> float:
     return float(part.to(torch.promote_types(part.dtype, torch.float32)).square().mean().sqrt())
 
 
-def turned(part: Tensor, axes: tuple[Any, ...], order: Tensor) -> Tensor:
-    for axis in axes:
-        part = part.take_along_dim(order.view(len(order), *[1] * (axis - 1), -1, *[1] * (part.ndim - axis - 1)), axis)
-    return part
-
-
 def stored(module: nn.Module) -> list[Tensor]:
-    """Lists the tensors that a block's modules hold besides weights and buffers, as a loss of experts."""
-    return [leaf for part in module.modules() for name, value in vars(part).items() if name not in OWN
-            for leaf in leaves(value) if isinstance(leaf, Tensor)]
+    """Lists the tensors that a block's modules hold besides weights, as statistics or a loss of experts."""
+    return [leaf for part in module.modules() for name, value in vars(part).items()
+            if name not in OWN or name == "_buffers" for leaf in leaves(value) if isinstance(leaf, Tensor)]
 
 
 def in_thread(function: Callable[..., Any], device: torch.device) -> Any:
@@ -291,8 +299,7 @@ def copied(value: Any, memo: dict[Any, Any] | None = None) -> Any:
             return part.clone() if type(part) is Tensor else part
         if isinstance(part, set | Mapping):
             return copy.copy(part)
-        fixed = nn.Module, FunctionType, MethodType, BuiltinFunctionType, type
-        if id(part) not in memo and not isinstance(part, fixed) and hasattr(part, "__dict__"):
+        if id(part) not in memo and not callable(part) and hasattr(part, "__dict__"):
             memo[id(part)] = copy.copy(part)
             vars(memo[id(part)]).update(copied(vars(part), memo))
         return memo.get(id(part), part)
@@ -300,92 +307,53 @@ def copied(value: Any, memo: dict[Any, Any] | None = None) -> Any:
     return mapped(copy_of, value)
 
 
-def cast(part: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return part.to(dtype) if dtype and part.is_floating_point() and part.dtype != torch.float64 else part
-
-
-def prepared(value: Any, generator: torch.Generator, dtype: torch.dtype | None, is_tokens: bool) -> Any:
-    """Returns an argument in the trial's precision, with open gates."""
-    def prepare(part: Any) -> Any:
-        if type(part) is not Tensor:
-            return part
-        part = cast(part.detach(), dtype)
-        return part if is_tokens else opened(part, generator, 1e-3)
-    return mapped(prepare, value)
-
-
-def opened(part: Tensor, generator: torch.Generator, near: float) -> Tensor:
-    """Returns noise in place of a tensor that is near 0: positive in a vector, where a root may be taken of it."""
-    if not part.is_floating_point() or not part.numel() or part.device != generator.device \
-            or not float(part.abs().amax()) < near:
-        return part
-    noise = torch.randn(part.shape, generator=generator, device=part.device, dtype=torch.float32).to(part.dtype)
-    return noise / math.sqrt(part.shape[1]) if part.ndim > 1 else 0.25 + noise.abs() / 2
-
-
-def named(module: nn.Module, members: str) -> list[tuple[str, Tensor]]:
-    """Lists the parameters or buffers of a module by their paths, which wrappers of checkpoints shorten."""
-    return [(f"{path}.{name}" if path else name, member) for path, part in module.named_modules()
-            for name, member in getattr(part, members)(recurse=False)]
-
-
-def opened_weights(module: nn.Module, generator: torch.Generator, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Returns copies of a block's parameters in another precision, with noise in place of small ones.
+def opened(part: Any, generator: torch.Generator, dtype: torch.dtype | None, near: float = 0) -> Any:
+    """Returns a tensor in the trial's precision, with noise in place of one that is near 0.
 
     So a block that starts as the identity, as with adaLN-Zero, LayerScale or a relative bias, shows what it will
-    compute.
+    compute. A vector becomes positive, as a root may be taken of it. Quantised tensors remain.
     """
-    return {name: cast(opened(p.detach(), generator, 0.1), dtype) for name, p in named(module, "named_parameters")
-            if type(p) in (nn.Parameter, Tensor) and p.is_floating_point() and p.element_size() > 1}
-
-
-def with_tensors(module: nn.Module, forward: Callable[..., Any], tensors: dict[str, Tensor]) -> Callable[..., Any]:
-    """Returns a function that calls a module, or its forward, with other weights and buffers."""
-    holder = nn.Module()
-    holder.module, holder.forward = module, partial(forward)
-    tensors = {f"module.{name}": part for name, part in tensors.items()}
-    return lambda *args, **kwargs: torch.func.functional_call(holder, tensors, args, kwargs, tie_weights=False)
-
-
-def on_copies(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Calls a module's forward without gradients, and restores its attributes, buffers and all random states."""
-    args, kwargs = mapped(lambda part: part.detach().clone() if type(part) is Tensor else part, (args, kwargs))
-    device = next((part.device for part in leaves([args, kwargs]) if isinstance(part, Tensor)), torch.device("cpu"))
-    buffers = {name: buffer.clone() for name, buffer in named(module, "named_buffers")}
-    with torch.no_grad(), undisturbed(module, device, None, None) as restart:
-        restart(0)
-        with_tensors(module, forward, buffers)(*args, **kwargs)
+    if type(part) not in (nn.Parameter, Tensor) or not part.is_floating_point() or part.element_size() == 1:
+        return part
+    part = part.detach()
+    if near and part.device == generator.device and part.numel() and float(part.abs().amax()) < near:
+        noise = torch.randn(part.shape, generator=generator, device=part.device, dtype=torch.float32).to(part.dtype)
+        part = noise / math.sqrt(part.shape[1]) if part.ndim > 1 else 0.25 + noise.abs() / 2
+    return part if dtype is None or part.dtype == torch.float64 else part.to(dtype)
 
 
 @contextmanager
-def undisturbed(module: nn.Module, device: torch.device, dtype: torch.dtype | None, mode: bool | None,
-                ) -> Iterator[Callable[[int], None]]:
-    """Runs a module without dropout, and restores it and all random states; yields what starts both anew."""
+def on_copies(module: nn.Module, generator: torch.Generator, dtype: torch.dtype | None, mode: bool | None,
+              ) -> Iterator[Callable[[int], None]]:
+    """Runs a module on copies of all that it holds, without dropout, and restores it and torch's random numbers.
+
+    Yields what starts both anew.
+    """
     before = [(part, dict(vars(part))) for part in module.modules()]
-    state, precision = random.getstate(), torch.get_float32_matmul_precision()
+    weights = {part: {name: opened(p, generator, dtype, 0.1) for name, p in values["_parameters"].items()}
+               for part, values in before}
+    precision, device = torch.get_float32_matmul_precision(), generator.device
 
-    def attribute(name: str, value: Any) -> Any:    # which may be a cache that the block writes to
-        if name == "training" and mode is not None:
-            return mode
-        is_plain = name not in OWN and isinstance(value, Tensor | list | dict | set)
-        return mapped(lambda part: cast(part, dtype) if type(part) is Tensor else part, copied(value)) if is_plain \
-            else value
+    def copy_of(name: str, value: Any) -> Any:      # of an attribute, perhaps a cache that the block writes to
+        may_change = name not in OWN and isinstance(value, Tensor | list | dict | set) or name == "_buffers"
+        return mapped(partial(opened, generator=generator, dtype=dtype), copied(value)) if may_change else value
 
-    def restart(seed: int) -> None:
+    def start(seed: int) -> None:
         torch.manual_seed(seed)
-        random.seed(seed)
         for part, values in before:
             vars(part).clear()
-            vars(part).update({name: attribute(name, value) for name, value in values.items()})
+            vars(part).update({name: copy_of(name, value) for name, value in values.items()},
+                              _parameters=dict(weights[part]), _compiled_call_impl=None)
+            if mode is not None:
+                part.training = mode
 
     devices = dict(devices=[]) if device.type == "cpu" else dict(devices=[device], device_type=device.type)
     with InTrial(dtype is torch.float32), torch.random.fork_rng(**devices):
         try:
             if precision != "highest":      # setting it makes compiled code compile again
                 torch.set_float32_matmul_precision("highest")
-            yield restart
+            yield start
         finally:
-            random.setstate(state)
             if precision != "highest":
                 torch.set_float32_matmul_precision(precision)
             for part, values in before:

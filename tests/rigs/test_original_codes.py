@@ -229,15 +229,6 @@ def qwen():
                 txt_seq_lens=TEXT_MASK.sum(1).tolist())
 
 
-def dino(folder, **options):
-    with code(folder, f"{folder}.models.vision_transformer") as found:
-        net = found.DinoVisionTransformer(img_size=8, patch_size=2, in_chans=4, embed_dim=16, depth=4, num_heads=2,
-                                          **options)
-    if folder == "dinov3":
-        net.init_weights()
-    return case(net, key="x_norm_patchtokens", x=IMAGE, is_training=True)
-
-
 def sd3(folder, module, name, **options):
     with code(folder, module) as found:
         net = getattr(found, name)(
@@ -245,19 +236,6 @@ def sd3(folder, module, name, **options):
             num_patches=64, qk_norm="rms", x_block_self_attn_layers=[0, 1], **options)
     nn.init.normal_(net.pos_embed)
     return case(net, x=IMAGE, t=TIME, y=POOLED, context=WORDS)
-
-
-def min_rf_mmdit():
-    with code("minRF/advanced", "mmdit") as found:
-        net = found.MMDiT(dim=32, n_layers=4, n_double_layers=2, n_heads=2, global_conddim=16, cond_seq_dim=16,
-                          max_seq=N)
-    return case(net, x=IMAGE, t=SHARE, conds=dict(c_seq=WORDS))
-
-
-def min_rf_dit():
-    with code("minRF", "dit") as found:
-        net = found.DiT_Llama(in_channels=4, dim=64, n_layers=4, n_heads=2)
-    return case(net, x=IMAGE, t=SHARE, y=torch.tensor([1, 2, 3]))
 
 
 def lumina(folder, module):
@@ -344,14 +322,8 @@ CASES = {
     "musubi-tuner Z-Image": partial(z_image, False),
     "musubi-tuner Z-Image, split": partial(z_image, True),
     "musubi-tuner Krea 2": krea2,
-    "dinov2": partial(dino, "dinov2", block_chunks=0, num_register_tokens=2),
-    "dinov3": partial(dino, "dinov3", n_storage_tokens=2, ffn_ratio=2.0),
-    "sd3.5": partial(sd3, "sd3.5", "mmditx", "MMDiTX", context_embedder_config=dict(
-        target="torch.nn.Linear", params=dict(in_features=16, out_features=256))),
     "sd-scripts SD3": partial(sd3, "sd-scripts", "library.sd3_models", "MMDiT", context_embedder_in_features=16,
                               context_embedder_out_features=256, model_type="sd3m"),
-    "minRF MMDiT": min_rf_mmdit,
-    "minRF DiT": min_rf_dit,
     "Lumina-Image-2.0": partial(lumina, "Lumina-Image-2.0", "models.model"),
     "sd-scripts Lumina 2": partial(lumina, "sd-scripts", "library.lumina_models"),
     "Wan2.1": partial(wan, "Wan2.1"),

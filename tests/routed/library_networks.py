@@ -1,4 +1,4 @@
-"""The networks of diffusers, timm and transformers that `routed` knows, tiny and random: a row for each way of use."""
+"""The networks of diffusers and timm that `routed` knows, tiny and random: a row for each way of use."""
 
 import inspect
 from functools import cache
@@ -6,7 +6,6 @@ from functools import cache
 import diffusers
 import timm
 import torch
-import transformers
 from oracle import BATCH, Case, N, randn
 from torch import nn
 
@@ -26,8 +25,8 @@ SIZES = dict(  # those of them that a network has
     joint_attention_dim=16, cross_attention_dim=16, caption_channels=16, caption_projection_dim=16, context_in_dim=16,
     text_embed_dim=16, text_dim=16, pooled_projection_dim=16, time_embed_dim=8, freq_dim=16, condition_dim=4,
     ffn_dim=32, hidden_size=16, intermediate_size=32, img_size=8, in_chans=4, embed_dim=16, depth=DEPTH, num_heads=2,
-    num_classes=0, global_pool="", image_size=8, num_hidden_layers=DEPTH, num_channels=4)
-INPUTS = dict(timestep=TIME, encoder_hidden_states=WORDS, x=IMAGE, pixel_values=IMAGE)
+    num_classes=0, global_pool="")
+INPUTS = dict(timestep=TIME, encoder_hidden_states=WORDS, x=IMAGE)
 
 
 def open_gates(model: nn.Module) -> None:
@@ -43,19 +42,17 @@ def open_gates(model: nn.Module) -> None:
 def fed(name: str, n: int = N, first: int | list[int] | None = None, behind: int = 0, train: bool = False,
         **given) -> Case:
     """A small network; what is given goes to its class or to its forward, whichever has an argument of the name."""
-    network = next(getattr(library, name) for library in (diffusers, transformers, timm.models)
-                   if hasattr(library, name))
-    config = getattr(transformers, f"{name.removesuffix('Model')}Config", None)
-    has, takes = (inspect.signature(part).parameters for part in (config or network, network.forward))
+    network = getattr(diffusers, name, None) or getattr(timm.models, name)
+    has, takes = (inspect.signature(part).parameters for part in (network, network.forward))
     sizes = {key: size for key, size in SIZES.items() if key in has}
     if "num_single_layers" in has:
         sizes["num_layers"] = 2
     sizes |= {key: value for key, value in given.items() if key in has}
     inputs = INPUTS | dict(hidden_states=VIDEO if "3D" in name else IMAGE)
-    inputs = {key: value for key, value in inputs.items() if key in takes or config and key == "pixel_values"}
+    inputs = {key: value for key, value in inputs.items() if key in takes}
     inputs |= {key: value for key, value in given.items() if key not in has}
     torch.manual_seed(0)
-    model = network(config(**sizes)) if config else network(**sizes)
+    model = network(**sizes)
     open_gates(model)
     blocks = [block for spec in family_of(model).lists for block in model.get_submodule(spec.path)]
     return Case(model.train(train), inputs, blocks, n, first, behind)
@@ -107,18 +104,7 @@ ENCODER = dict(patch_size=2)
 ANGLES = randn(N, 8, seed=4)
 
 
-def qwen21(condition: int = 0, **given) -> dict:
-    """The last of its images is predicted; each place of an image in the text stands for four tokens."""
-    slots, shapes = [False] * 3 + [True] * (condition // 4) + [False] * 2, [(1, 2, 2)] * (condition // 4)
-    return given | dict(
-        hidden_states=randn(BATCH, condition + N, 4), encoder_hidden_states=randn(BATCH, len(slots), 16),
-        timestep=SHARE, img_shapes=[[*shapes, (1, SIDE, SIDE)]] * BATCH,
-        img_mask=torch.tensor([slots + [True] * (N // 4)] * BATCH),
-        encoder_hidden_states_mask=torch.arange(len(slots)) < torch.tensor([[len(slots)], [2], [3]]))
-
-
 NETWORKS = {
-    "DiTTransformer2DModel": dict(timestep=TIME.long(), class_labels=torch.tensor([1, 2, 3])),
     "PixArtTransformer2DModel": dict(added_cond_kwargs={}),
     "PixArtTransformer2DModel, masked": dict(
         added_cond_kwargs={}, attention_mask=torch.rand(BATCH, N, generator=torch.Generator().manual_seed(2)) > 0.3),
@@ -151,12 +137,10 @@ NETWORKS = {
     "HiDreamImageTransformer2DModel, padded": HIDREAM | dict(
         hidden_states=randn(BATCH, N, 16), img_ids=PLACES.expand(BATCH, -1, -1), img_sizes=[(SIDE, SIDE)] * BATCH,
         hidden_states_masks=(torch.arange(N) < torch.tensor([[N], [9], [11]])).float()),
-    "CogView3PlusTransformer2DModel": COORDINATES,
     "CogView4Transformer2DModel": COORDINATES | dict(rope_axes_dim=(8, 8)),
     "CogVideoXTransformer3DModel": dict(
         hidden_states=VIDEO.transpose(1, 2), sample_width=8, sample_height=4, sample_frames=5, max_text_seq_length=TEXT,
         use_rotary_positional_embeddings=True, image_rotary_emb=(ANGLES.cos(), ANGLES.sin())),
-    "HunyuanImageTransformer2DModel": TWO_TEXTS | dict(first=0, patch_size=(2, 2), rope_axes_dim=(4, 4)),
     "AuraFlowTransformer2DModel": dict(
         num_mmdit_layers=2, num_single_dit_layers=2, pos_embed_max_size=64, timestep=SHARE),
     "Lumina2Transformer2DModel": MASKED | dict(
@@ -168,9 +152,6 @@ NETWORKS = {
     "QwenImageTransformer2DModel, edit": QWEN | dict(
         behind=6, hidden_states=randn(BATCH, N + 6, 4), zero_cond_t=True,
         img_shapes=[[(1, SIDE, SIDE), (1, 2, 3)]] * BATCH),
-    "QwenImage21Transformer2DModel": qwen21(),
-    "QwenImage21Transformer2DModel, edit": qwen21(condition=4),
-    "QwenImage21Transformer2DModel, one time": qwen21(causal_condition=False),
     "ZImageTransformer2DModel": Z_IMAGE | dict(cap_feats=list(WORDS)),
     "ZImageTransformer2DModel, texts of several lengths": Z_IMAGE | dict(
         cap_feats=[randn(n, 16, seed=n) for n in (TEXT, 40, TEXT)]),
@@ -183,11 +164,6 @@ NETWORKS = {
     "WanTransformer3DModel, a time for each token": WAN | dict(timestep=TIMES),
     "WanVACETransformer3DModel": WAN | dict(
         vace_layers=[0, 2], vace_in_channels=4, control_hidden_states=randn(*VIDEO.shape, seed=5)),
-    "SkyReelsV2Transformer3DModel": WAN,
-    "SkyReelsV2Transformer3DModel, a time for each frame": WAN | dict(
-        timestep=TIMES[:, :GRID[0]], enable_diffusion_forcing=True),
-    "ChronoEditTransformer3DModel": WAN,
-    "ChronoEditTransformer3DModel, a time for each token": WAN | dict(timestep=TIMES),
     "LTXVideoTransformer3DModel": LTX,
     "LTXVideoTransformer3DModel, a time for each token": LTX | dict(timestep=TIMES),
     "LTX2VideoTransformer3DModel": LTX2,
@@ -196,20 +172,12 @@ NETWORKS = {
     "CosmosTransformer3DModel": COSMOS,
     "CosmosTransformer3DModel, a time for each frame": COSMOS | dict(
         timestep=TIMES[:, None, :GRID[0], None, None]),
-    "MochiTransformer3DModel": dict(
-        first=0, max_sequence_length=TEXT, num_attention_heads=8, encoder_attention_mask=TEXT_MASK),
     "Kandinsky5Transformer3DModel": KANDINSKY | dict(
         visual_rope_pos=tuple(map(torch.arange, GRID)), text_rope_pos=torch.arange(TEXT)),
     "Kandinsky6Transformer3DModel": KANDINSKY6,
     "Kandinsky6Transformer3DModel, positions across": KANDINSKY6 | dict(ca_rope=True, cross_gates=True),
     "VisionTransformer": ENCODER,
     "VisionTransformer, registers": ENCODER | dict(reg_tokens=2),
-    "Eva": ENCODER | dict(use_rot_pos_emb=True),
-    "Eva, a table for each block and head": ENCODER | dict(use_rot_pos_emb=True, rope_type="mixed", num_reg_tokens=2),
-    "ViTModel": ENCODER,
-    "Dinov2Model": ENCODER,
-    "DINOv3ViTModel": ENCODER | dict(num_register_tokens=2),
-    "Dinov2WithRegistersModel": ENCODER | dict(num_register_tokens=2),
 }
 
 

@@ -55,7 +55,7 @@ class Plain(nn.Module):
 
 def through(blocks: Any, x: Tensor, call: Callable = lambda part, x: part(x)) -> Tensor:
     """What a network does in its forward: it calls its blocks in turn, each of which may return more than tokens."""
-    for part in blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks:
+    for part in blocks:
         x = call(part, x)
         x = x[0] if isinstance(x, tuple) else x
     return x
@@ -146,16 +146,17 @@ def flux2() -> Case:
         inputs=dict(x=X, x_ids=torch.zeros(BATCH, N, 3)))
 
 
-def min_rf() -> Case:
+def by_name() -> Case:
+    """As minRF's, which names its streams x and c."""
     return two_streams(
-        "MMDiT", ["double_layers", "single_layers"],
+        "Somebodys", ["double_layers", "single_layers"],
         lambda self, c, x, global_cond, **kwargs: both(self, x, c)[::-1], lambda part, x, c: part(c, x, None)[::-1],
         lambda self, cx, global_cond, **kwargs: self.attend(cx), lambda part, x: part(x, None))
 
 
-def sd35() -> Case:
+def sd3() -> Case:
     """The words of its blocks are those of a function that they call."""
-    return two_streams("MMDiTX", ["joint_blocks"], lambda self, *args, **kwargs: both(self, args[1], args[0])[::-1],
+    return two_streams("MMDiT", ["joint_blocks"], lambda self, *args, **kwargs: both(self, args[1], args[0])[::-1],
                        lambda part, x, text: part(text, x, c=None)[::-1])
 
 
@@ -293,25 +294,9 @@ def lumina() -> Case:
                 inputs=dict(x=randn(BATCH, N + TEXT, D), cap_mask=(torch.arange(TEXT) < LENGTHS[:, None]).long()))
 
 
-def min_rf_dit() -> Case:
-    """Its network cuts a table to as many rows as a block has tokens, and its blocks know no batch axis of it."""
-    def block(self, x, freqs_cis, adaln_input=None):
-        return self.attend(x, lambda q: q * freqs_cis.view(1, 1, x.shape[1], D // 2))
-    return made(block, lambda part, x: part(x, TABLE[:x.shape[1]]), "DiT_Llama", "layers", freqs_cis=TABLE)
-
-
 def lightning() -> Case:
     return made(lambda self, x, c, feat_rope=None: self.attend(x, feat_rope),
                 lambda part, x: part(x, None, lambda q: q * TABLE), "LightningDiT")
-
-
-def dino() -> Case:
-    """DINOv3's blocks get a list of one tensor, and tables of the patches without a batch axis."""
-    def block(self, x_or_x_list, rope_or_rope_list=None):
-        [x], [(table, _)] = x_or_x_list, rope_or_rope_list
-        return [self.attend(x, lambda q: torch.cat([q[:, :, :3], q[:, :, 3:] * table], dim=2))]
-    return made(block, lambda part, x: part([x], [(TABLE, TABLE)])[0], "DinoVisionTransformer",
-                inputs=dict(x=randn(BATCH, 3 + N, D)), n_storage_tokens=2)
 
 
 CODES = {
@@ -319,11 +304,8 @@ CODES = {
                    lambda part, x: part(x, torch.ones(BATCH, D)), "SiT"),
     "PixArtMS": partial(made, lambda self, x, y, t, mask=None, **kwargs: self.attend(x + y.mean()),
                         lambda part, x: part(x, torch.ones(1, 7, D), None, [TEXT] * BATCH, HW=(4, 4)), "PixArtMS"),
-    "LightningDiT": lightning, "DiT_Llama": min_rf_dit, "Flux": flux, "MMDiTX": sd35, "MMDiT": min_rf,
-    "QwenImageTransformer2DModel": qwen, "NextDiT": lumina, "DinoVisionTransformer": dino, "Flux2": flux2,
-    "DinoVisionTransformer, dinov2": partial(made, lambda self, x: self.attend(x), lambda part, x: part(x),
-                                             "DinoVisionTransformer", inputs=dict(x=randn(BATCH, 3 + N, D)),
-                                             num_register_tokens=2),
+    "LightningDiT": lightning, "Flux": flux, "MMDiT": sd3, "QwenImageTransformer2DModel": qwen, "NextDiT": lumina,
+    "Flux2": flux2,
     "ZImageTransformer2DModel": z_image, "SingleStreamDiT": krea2, "WanModel": wan,
     "WanModel, a time for each token": partial(
         wan, e=torch.arange(1.0, N + 1).view(1, N, 1, 1).expand(BATCH, -1, 6, D)),

@@ -2,7 +2,7 @@
 
 import copy
 import gc
-import io
+import inspect
 import pickle
 import threading
 import weakref
@@ -79,28 +79,6 @@ def test_backward_may_come_anywhere_and_in_any_order(around, when, how):
     assert_close(trained(True), trained(False))
 
 
-@pytest.mark.parametrize(("of", "method"), [
-    ("blocks", "__call__"), ("the network", "__call__"), ("the network", "forward")])
-def test_a_dense_pass_that_checkpoints_bound_methods_outlives_the_graph_of_a_routed_one(of, method):
-    """As in diffusers, which checkpoint `block.__call__`, at the first dense step."""
-    def call(part, *args):
-        return checkpoint(getattr(part, method), *args, use_reentrant=False)
-
-    net = made(turned(lambda rope: rope[None, None]), lambda part, x: call(part, x, TABLE) if of == "blocks"
-               else part(x, TABLE)).model
-    run = net if of == "blocks" else partial(call, net)
-    run(X).exp().mean().backward()
-    expected = gradients(net)
-    for routes in (MIDDLE, []):
-        gradients(net)
-        with routed(net, routes, **NAMED):
-            loss = run(X).exp().mean()
-            if routes:
-                loss.backward()
-    loss.backward()
-    assert_close(gradients(net), expected)
-
-
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_recomputed_pass_and_one_that_broke_off_free_their_tokens(broken):
     """The garbage collector would free them too, but after many steps."""
@@ -155,31 +133,28 @@ def test_another_thread_sees_the_dense_network_and_so_does_a_block_without_route
 
 
 @pytest.mark.parametrize("wrapped_by_accelerate", [False, True])
-def test_a_network_is_copied_inside_as_a_dense_one_and_saved_after_routed(wrapped_by_accelerate):
+def test_a_network_is_copied_and_saved_as_a_dense_one(wrapped_by_accelerate):
     net, noise = Plain(), torch.rand(BATCH, 1, N)
     if wrapped_by_accelerate:
         net.forward = partial(Plain.forward, net)
+    dense = net(X)
     with routed(net, MIDDLE, **NAMED):
-        loss = net(X).square().mean()
-        for save in (pickle.dumps, partial(torch.save, f=io.BytesIO())):
-            with pytest.raises(ValueError, match="cannot be pickled or saved inside routed"):
-                save(net)
-        inside = copy.deepcopy(net)
+        routed_loss = net(X).square().mean()
+        inside = copy.deepcopy(net), pickle.loads(pickle.dumps(net))
         with torch.no_grad():
-            for parameter in inside.parameters():
+            for parameter in inside[0].parameters():
                 parameter.mul_(0.5)
-        dense = inside(X)
-        net(X)
+        halved = inside[0](X)
+        assert not torch.equal(net(X), dense)
     same = Plain()
-    same.load_state_dict(inside.state_dict())
-    assert type(inside) is Plain and torch.equal(dense, same(X)) and torch.equal(inside(X), dense)
-    with routed(inside, MIDDLE, mask_noise=noise, **NAMED), routed(same, MIDDLE, mask_noise=noise, **NAMED):
-        assert torch.equal(inside(X), same(X)) and not torch.equal(inside(X), dense)
-    after = pickle.loads(pickle.dumps(net))
-    assert type(after) is Plain and torch.equal(after(X), net(X)) and "_routed" not in vars(after)
-    assert type(net) is not Plain           # as a backward may still recompute blocks
-    del loss
-    assert type(net) is Plain
+    same.load_state_dict(inside[0].state_dict())
+    assert torch.equal(halved, same(X)) and torch.equal(inside[0](X), halved)
+    with routed(inside[0], MIDDLE, mask_noise=noise, **NAMED), routed(same, MIDDLE, mask_noise=noise, **NAMED):
+        assert torch.equal(inside[0](X), same(X)) and not torch.equal(inside[0](X), halved)
+    assert inspect.signature(net.forward) == inspect.signature(Plain().forward)
+    for other in (inside[1], pickle.loads(pickle.dumps(net)), copy.deepcopy(net)):
+        assert type(other) is Plain and torch.equal(other(X), dense) and "_routed" not in vars(other)
+    assert routed_loss.isfinite()
 
 
 def tread(**options):
@@ -206,7 +181,7 @@ def test_our_own_network_gives_the_same_bits_as_by_its_argument_and_every_pass_s
     torch.manual_seed(9)
     assert torch.equal(out, net(*BATCH_OF_4, routes=routes))
     assert "routed already" in refused(net, TWO, lambda: routed(net, TWO).__enter__())
-    assert "routes gives blocks" in refused(net, TWO, lambda: net(*BATCH_OF_4, routes=routes))
+    assert "computes with the others" in refused(net, TWO, lambda: net(*BATCH_OF_4, routes=routes))
 
 
 # ---- compilation ----------------------------------------------------------------------------------------------------
@@ -247,7 +222,8 @@ def test_a_compiled_network_is_two_graphs_one_dense_and_one_routed(how, compiled
             with routed(fast, TWO, mask_noise=noise) as routing:
                 assert torch.allclose(run(fast), expected, atol=1e-5)
             assert routing.ids_keep[0].shape == (len(dense), 8) and len(routing.trials) == 4
-            assert torch.allclose(run(fast), dense, atol=1e-5) and len(compiled.graphs) == 2
+            # the first dense graph was that of another class
+            assert torch.allclose(run(fast), dense, atol=1e-5) and len(compiled.graphs) == 3
 
 
 def test_a_compiled_network_is_routed_at_every_size_and_sizes_are_dynamic_from_the_second_on(compiled):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
-from routed import Blocks, Family, Route, routed
+from routed import Blocks, Family, Route, pairs, routed
 from routed.modules import backward_id, is_compiled_in_place
 
 MIDDLE, NAMED, COMPUTES = [Route(1, 2, 0.5)], dict(blocks="blocks", along={"rope": 0}), "computes with the others"
@@ -268,7 +268,7 @@ def test_blocks_of_a_compiled_network_are_tried_uncompiled_or_a_warning_says_tha
         for _ in range(2):
             with routed(net, MIDDLE, blocks="blocks"):
                 fast(X)
-    assert [str(row.message).partition(", so")[0] for row in warned] == ["Somebodys is compiled"]
+    assert {str(row.message).partition(", so")[0] for row in warned} == {"Somebodys is compiled"}
 
 
 def test_a_change_between_blocks_is_found_while_a_network_is_compiled():
@@ -276,3 +276,12 @@ def test_a_change_between_blocks_is_found_while_a_network_is_compiled():
     net = made(attention, lambda part, x: part(x + 1)).model
     fast = torch.compile(net, backend="eager")
     assert "changes the tokens" in refused(net, MIDDLE, lambda: fast(X), blocks="blocks")
+
+
+def test_an_error_offers_the_lines_that_were_tried_in_all_unnamed_arguments_together():
+    net = made(lambda self, x, mask, rope: masked(self, self.attend(x, lambda q: q * rope[:, None]), mask),
+               lambda part, x: part(x, torch.ones(1, 1, N, N).tril(5) > 0, TABLE[None])).model
+    said = refused(net, MIDDLE, lambda: net(X), blocks="blocks")
+    assert "write along={'mask': pairs, 'rope': 1} (`from routed import pairs`), with which this block passes" in said
+    with routed(net, MIDDLE, blocks="blocks", along={"mask": pairs, "rope": 1}):
+        net(X)
