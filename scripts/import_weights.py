@@ -6,17 +6,18 @@ configs/import_weights.yaml shows the commands, docs/interop.md lists the format
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from runtime import files
 from runtime.command import command
-from runtime.schema import Classes, Location, Settings, Size, Text, as_recorded, one_of
+from runtime.schema import Classes, Location, Settings, Size, Text, as_recorded
 from weights import checkpoint as checkpoints
-from weights.foreign import FORMATS, Foreign, find_file, how_to_import, read
+from weights.foreign import Foreign, FormatName, find_file, how_to_import, read
 from weights.reading import check_finite, read_tensors
 from weights.records import diffusion_keywords
 
-SETTINGS = ("weights", "num_heads", "num_classes", "input_size", "autoencoder")  # that formats may need
+SETTINGS = ("weights", "num_heads", "num_classes", "autoencoder")  # that formats may need
 
 
 class ImportSettings(Settings):
@@ -24,13 +25,12 @@ class ImportSettings(Settings):
 
     source: Location
     out: Location
-    format: one_of(FORMATS) | None
+    format: FormatName | None
     weights: Text | None
     num_heads: Size | None
     num_classes: Classes | None
-    input_size: Size | None
     autoencoder: Location | None
-    diffusion: dict | None
+    diffusion: dict[str, Any] | None
 
 
 def describe(foreign: Foreign, name: str, dropped: list[str]) -> str:
@@ -51,7 +51,7 @@ def grouped(names: list[str]) -> list[str]:
             for group in dict.fromkeys(groups)]
 
 
-def is_imported(out: Path, meta: dict) -> bool:
+def is_imported(out: Path, meta: dict[str, Any]) -> bool:
     """Returns whether `out` holds this import already; raises ValueError if it holds anything else."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return False
@@ -82,7 +82,7 @@ def main(cfg: ImportSettings) -> None:
     record = {"file": file.name, "sha256": files.sha256(file), "format": cfg.format, "weights": foreign.weights or None,
               "num_heads": network["num_heads"], "dropped": grouped(foreign.dropped)}
     meta = {
-        "step": None, "network": network, "diffusion": foreign.form.diffusion or dict(cfg.diffusion),
+        "step": None, "network": network, "diffusion": foreign.form.diffusion or cfg.diffusion,
         "null_label": network.get("null_label", True), "imported": record,
         "data": {"autoencoder": foreign.autoencoder, "convention": foreign.convention.record(), "class_names": None,
                  "display_names": foreign.display_names, "classes": None}}
