@@ -390,7 +390,7 @@ def how_to_import(source: Path) -> str:
             if not fitting:
                 raise reasons["diffusers" if str(reasons["sit"]) == OTHER_NAMES else "sit"]
     except ValueError as error:
-        return f"{source} is no run, no checkpoint folder and nothing to import: {str(error).rstrip('.')}."
+        return f"{source} holds no checkpoint yet, and nothing to import: {str(error).rstrip('.')}."
     which = fitting[0] if len(fitting) == 1 else f"and one of {'; '.join(fitting)}"
     return (f"{source} is not a checkpoint of this project. Import it once: {COMMAND} source={file} out={out} {which}. "
             f"Then name {out}.")
