@@ -33,7 +33,7 @@ class ImportSettings(Settings):
     diffusion: dict[str, Any] | None
 
 
-def describe(foreign: Foreign, name: str, dropped: list[str]) -> str:
+def describe(foreign: Foreign, name: str) -> str:
     """Writes how a network was read, for people."""
     key, others = foreign.weights, " and ".join(foreign.others)
     no_label = "" if foreign.network.get("null_label", True) else " and no null label"
@@ -41,14 +41,7 @@ def describe(foreign: Foreign, name: str, dropped: list[str]) -> str:
         f"{f'weights={key}' if key else 'its only weights'}{f' (not {others})' if others else ''}",
         f"read as {name} ({foreign.form.meaning})", f"{foreign.network['num_heads']} heads",
         f"{foreign.network['num_classes']} classes{no_label}", f"decoded by {foreign.autoencoder}",
-        *(f"without {part}" for part in dropped)])
-
-
-def grouped(names: list[str]) -> list[str]:
-    """Counts names of tensors by their first part."""
-    groups = [f"{name.partition('.')[0]}.*" if "." in name and " " not in name else name for name in names]
-    return [f"{group} ({groups.count(group)} tensors)" if group.endswith("*") else group
-            for group in dict.fromkeys(groups)]
+        *(f"without {name}" for name in foreign.dropped)])
 
 
 def is_imported(out: Path, meta: dict[str, Any]) -> bool:
@@ -80,13 +73,13 @@ def main(cfg: ImportSettings) -> None:
     check_finite(foreign.state, file)
     state, network = foreign.rewritten()
     record = {"file": file.name, "sha256": files.sha256(file), "format": cfg.format, "weights": foreign.weights or None,
-              "num_heads": network["num_heads"], "dropped": grouped(foreign.dropped)}
+              "num_heads": network["num_heads"], "dropped": foreign.dropped}
     meta = {
         "step": None, "network": network, "diffusion": foreign.form.diffusion or cfg.diffusion,
         "null_label": network.get("null_label", True), "imported": record,
         "data": {"autoencoder": foreign.autoencoder, "convention": foreign.convention.record(), "class_names": None,
                  "display_names": foreign.display_names, "classes": None}}
-    line = f"{file}: {describe(foreign, cfg.format, record['dropped'])}. {out}"
+    line = f"{file}: {describe(foreign, cfg.format)}. {out}"
     if is_imported(out, meta):
         print(f"{line} holds it already: nothing to do.")
         return

@@ -40,7 +40,7 @@ def load_autoencoder(
         return Identity(device, convention)
     file = find_weights(name)
     refuse_pointer(file)
-    if not is_ldm(file):
+    if not Path(name).is_file():
         return DiffusersAutoencoder(name, _from_folder(file, dtype), device, convention)
     convention = convention or own_convention(name)
     return DiffusersAutoencoder(name, _from_ldm(file).to(dtype), device, convention)
@@ -96,7 +96,7 @@ def sha256_of(name: str) -> str | None:
 
 def samples_only(name: str) -> bool:
     """True if an autoencoder encodes to values without a distribution. Reads its config, not its weights."""
-    if name in (*HUB_NAMES, NONE) or runs_code(name) or is_ldm(name):
+    if name in (*HUB_NAMES, NONE) or runs_code(name) or Path(name).is_file():
         return False
     return name == "identity" or _read_config(find_folder(name))["_class_name"] == SAMPLES_ONLY
 
@@ -110,7 +110,7 @@ def own_convention(name: str) -> Convention | None:
     if name == NONE or runs_code(name):
         return None
     folder = find_folder(name)
-    if is_ldm(name) and (statistics := folder / STATISTICS).is_file():
+    if Path(name).is_file() and (statistics := folder / STATISTICS).is_file():
         return read_statistics(statistics)
     if not (beside := folder / "config.json").is_file():
         scale = json.dumps({"_class_name": "AutoencoderKL", "scaling_factor": SD_VAE_SCALE})
@@ -131,7 +131,7 @@ def own_convention(name: str) -> Convention | None:
 def find_weights(name: str) -> Path:
     """Finds the weights that a name means: a file, or the one in a folder; those of HUB_NAMES are downloaded once.
 
-    Raises ValueError for a name that is neither, and for a folder without weights, or with several variants.
+    Raises ValueError for a name that is neither, and for a folder without weights, or with several variants alone.
     """
     usual = f"{WEIGHTS}.safetensors"
     if repo := HUB_NAMES.get(name):
@@ -142,8 +142,8 @@ def find_weights(name: str) -> Path:
     files = [path.name for path in folder.glob(f"{WEIGHTS}*.safetensors")]
     if usual not in files and len(files) != 1:
         found = " and ".join(sorted(files)) or f"no {usual}"
-        raise ValueError(f"{folder} holds {found}: name one file, or get {usual} from where config.json is from. No "
-                         f"pickle, such as {WEIGHTS}.bin, is read.")
+        raise ValueError(f"{folder} holds {found}: get {usual} from where config.json is from. No pickle, such as "
+                         f"{WEIGHTS}.bin, is read.")
     return folder / (usual if usual in files else files[0])
 
 
@@ -155,21 +155,15 @@ def find_folder(name: str) -> Path:
     place = Path(name)
     if place.is_file():
         return place.parent
-    if not place.is_dir():
-        names = ", ".join(["identity", *HUB_NAMES])
-        raise ValueError(f"autoencoder={name} is neither one of {names} nor a local folder or file."
-                         f"{how_to_download(name, 'vae/*', 'config.json', f'{WEIGHTS}.safetensors')}")
-    folder = next((folder for folder in (place, place / "vae") if (folder / "config.json").is_file()), None)
-    if folder is None:
+    for folder in (place, place / "vae"):
+        if (folder / "config.json").is_file():
+            return folder
+    if place.is_dir():
         raise ValueError(f"autoencoder={name} has neither config.json nor vae/config.json, as diffusers saves them: "
                          f"name such a folder, or a file of weights.")
-    return folder
-
-
-def is_ldm(file: str | Path) -> bool:
-    """True for a file, unless it has diffusers' name and config.json beside it; other files are LDM's."""
-    file = Path(file)
-    return file.is_file() and not (file.name.startswith(WEIGHTS) and file.with_name("config.json").is_file())
+    names = ", ".join(["identity", *HUB_NAMES])
+    raise ValueError(f"autoencoder={name} is neither one of {names} nor a local folder or "
+                     f"file.{how_to_download(name, 'vae/*', 'config.json', f'{WEIGHTS}.safetensors')}")
 
 
 # ---- diffusers ------------------------------------------------------------------------------------------------------

@@ -278,7 +278,7 @@ class Foreign:
     network: dict[str, Any]         # its keywords
     weights: str                    # its key in the file; "" for one without
     others: list[str]               # keys of the networks beside it
-    dropped: list[str]              # tensors beside it
+    dropped: list[str]              # what lies beside it
     autoencoder: str
     convention: Convention
     display_names: list[str] | None
@@ -312,7 +312,7 @@ def read(
         found[key].append(value)
     check_settings(found, form)
     state = {key: value for key, value in networks[chosen].items() if not BESIDE.match(key)}
-    dropped = [key for key in networks[chosen] if key not in state]
+    dropped = sorted({key.partition(".")[0] for key in networks[chosen] if key not in state})
     statistics = [state.pop(key).double() for key in OF_LATENTS] if {*OF_LATENTS} <= state.keys() else []
     if name == "diffusers":
         state, num_heads = from_diffusers(state, *found["sample_size"]), num_heads or found["num_attention_heads"][0]

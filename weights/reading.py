@@ -22,25 +22,22 @@ PYTHON = "python:"  # python:module.function
 MOST_PICKLED = 2**23  # bytes of the pickle in a .pt, each of which may become a list; 1,000 tensors take 200,000
 
 
-# A repository of the Hugging Face Hub, user/name: before it its address, after it a revision and a place inside it.
-REPOSITORY = re.compile(r"(?P<address>https?://(?:huggingface\.co|hf\.co)/|hf://)?(?P<repo>\w[\w.-]*/\w[\w.-]*)"
-                        r"(?:(?:@|/(?:tree|blob|resolve)/)(?P<revision>[\w.-]+))?(?:/(?P<inside>[^?#]+?))?/?(?:[?#].*)?")
+def is_repository(name: str) -> bool:
+    """True for user/name, as on the Hugging Face Hub, unless it is a file's or there is a folder `user` here."""
+    is_path = name.endswith(SUFFIXES) or Path(name).parent.exists()
+    return not is_path and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) is not None
 
 
 def how_to_download(name: str, *patterns: str) -> str:
-    """Writes how to download what a name or an address means: all of it, or its files of these patterns.
-
-    Returns an empty string for what can be neither, such as a path in a folder that is here.
-    """
-    match = REPOSITORY.fullmatch(name)
-    if not match or not match["address"] and (name.endswith(SUFFIXES) or Path(match["repo"]).parent.exists()):
-        return " Download the file, then name it." if "://" in name else ""
-    _, repo, revision, inside = match.groups()
+    """Writes how to download a repository of the Hub, or its files of these patterns; "" for a path that is here."""
+    if len(Path(name).parts) < 2 or Path(Path(name).parts[0]).exists():
+        return ""
+    repo = name if is_repository(name) else "<user>/<name>"
+    more = "" if is_repository(name) else " [--revision <revision>] [--include '<folder>/*']"
+    include = "".join(f" --include '{pattern}'" for pattern in patterns)
     folder = repo.partition("/")[2]
-    parts = [inside if inside.endswith(SUFFIXES) else f"{inside}/*"] if inside else patterns
-    options = [f"--include '{part}'" for part in parts] + ([f"--revision {revision}"] if revision else [])
-    return (f" If {repo} is on the Hugging Face Hub, run (with internet) `{' '.join(['hf download', repo, *options])} "
-            f"--local-dir {folder}`, then name ./{Path(folder, inside or '')} instead.")
+    return (f" If it is on the Hugging Face Hub, run (with internet) `hf download {repo}{include}{more} --local-dir "
+            f"{folder}`, then name ./{folder} instead.")
 
 
 def from_hub(repo: str, *names: str, remedy: str) -> Path:

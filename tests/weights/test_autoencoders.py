@@ -225,7 +225,6 @@ def test_vavae_without_its_statistics_or_with_others_is_refused_unless_the_laten
 
 
 def test_a_pipelines_folder_and_a_folder_of_one_variant_are_read_as_the_autoencoder(tmp_path):
-    """And of several variants the file that is named."""
     vae = make_network("one scale", tmp_path / "pipeline/vae")
     (tmp_path / "pipeline/model_index.json").write_text('{"_class_name": "DiTPipeline", "vae": ["diffusers", "x"]}')
     tensors = load_file(Path(vae, WEIGHTS))
@@ -235,14 +234,14 @@ def test_a_pipelines_folder_and_a_folder_of_one_variant_are_read_as_the_autoenco
         for variant in variants:
             save_file({key: value.half() for key, value in tensors.items()},
                       tmp_path / folder / f"diffusion_pytorch_model.{variant}.safetensors")
-    latents, named = torch.randn(2, 5, 4, 4), str(tmp_path / "two/diffusion_pytorch_model.fp16.safetensors")
+    latents = torch.randn(2, 5, 4, 4)
     expected = decoder_of(vae, (5, 4, 4)).decode(latents)
-    for name in (str(tmp_path / "pipeline"), str(tmp_path / "half"), named):
+    for name in (str(tmp_path / "pipeline"), str(tmp_path / "half")):
         loaded = decoder_of(name, (5, 4, 4))
         assert autoencoders.own_convention(name) == loaded.convention == Convention(2.0)
         assert loaded.dtype == torch.float32 and not autoencoders.samples_only(name)
         assert (loaded.decode(latents).int() - expected.int()).abs().max() <= 1
-    with pytest.raises(ValueError, match=r"two holds \S+.ema.safetensors and \S+.fp16.safetensors: name one file"):
+    with pytest.raises(ValueError, match=r"two holds \S+.ema.safetensors and \S+.fp16.safetensors: get diffusion"):
         decoder_of(tmp_path / "two")
 
 
@@ -274,7 +273,7 @@ def test_stable_diffusions_single_file_is_read_as_diffusers_reads_it_and_needs_o
      "'diffusion_pytorch_model.safetensors' --local-dir sd-vae-ft-ema`, then name ./sd-vae-ft-ema instead"),
     ("stabilityai/sdxl-vae", "`hf download stabilityai/sdxl-vae --include 'vae/.*' --include 'config.json' "
      "--include 'diffusion_pytorch_model.safetensors' --local-dir sdxl-vae`, then name ./sdxl-vae instead"),
-    ("https://huggingface.co/x/y/tree/main/vae", "`hf download x/y --include 'vae/.*' .*, then name ./y/vae instead"),
+    ("https://huggingface.co/x/y/tree/main/vae", "`hf download <user>/<name> .*, then name ./<name>"),
 ])
 def test_a_hub_model_that_is_not_here_is_a_line_with_the_download(name, says, monkeypatch, tmp_path):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)

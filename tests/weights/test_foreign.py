@@ -1,7 +1,6 @@
 """Others' weights become networks of ours or are refused, and samplers return published numbers (tests/published)."""
 
 import argparse
-import itertools
 import json
 import re
 from pathlib import Path
@@ -145,7 +144,7 @@ def test_what_a_format_carries_beside_its_network_is_dropped_by_name(form, tmp_p
     plain = {key: value for key, value in plain.items() if not key.startswith("projectors.")}
     one, other = loaded(form.partition(",")[0], tmp_path, plain), loaded(form, tmp_path, more | beside)
     dropped = other.checkpoint.record.imported.dropped
-    assert {"projectors.*", "vae.*", "num_updates"} <= {name.partition(" (")[0] for name in dropped}
+    assert {"projectors", "vae", "num_updates"} <= {*dropped}
     assert (one.checkpoint.record.imported.dropped == []) == (form != "sit")
     assert all(torch.equal(value, other.net.state_dict()[key]) for key, value in one.net.state_dict().items())
 
@@ -158,26 +157,6 @@ def test_the_statistics_in_repa_es_file_are_the_convention_of_its_latents(tmp_pa
         imported(path, "repa", autoencoder=None)
     convention = imported(path, "repa").convention
     assert convention.latents_mean == (0.5, -1.0, 0.0, 2.0) and convention.latents_std == (2.0, 0.5, 1.0, 3.0)
-
-
-def lightning(rope: bool, swiglu: bool, rmsnorm: bool, qknorm: bool) -> dict:
-    """The tensors of a LightningDiT with these switches."""
-    block, plain = (filled(DiT(**TINY_LIGHTNING | {"block": name, "qk_norm": qknorm})).state_dict()
-                    for name in ("lightning", "dit"))
-    state = {key: value for key, value in (block if swiglu else plain).items() if "norm" not in key}
-    normed = block if rmsnorm else plain
-    return state | {key: normed[key] for key in normed if "norm" in key} | (tables() if rope else {})
-
-
-@pytest.mark.parametrize("switches", itertools.product([True, False], repeat=4), ids=str)
-def test_each_switch_of_lightningdit_is_in_the_network_or_its_tensor_is_named(switches, tmp_path):
-    save_file(lightning(*switches), tmp_path / "x.safetensors")
-    if all(switches[:3]):
-        network = imported(tmp_path / "x.safetensors", "lightningdit").recorded["network"]
-        assert (network["block"], network["qk_norm"]) == ("lightning", switches[3])
-    else:
-        with pytest.raises(ValueError, match=r"feat_rope|norm\d?\.\w+|the blocks of dit"):
-            imported(tmp_path / "x.safetensors", "lightningdit")
 
 
 def test_lightningdit_without_shifts_is_refused(tmp_path):
@@ -283,8 +262,8 @@ LITEMA = under("model.", RAW) | {"model_ema.decay": torch.tensor(0.9)} | under("
     ({"ema_0.99": RAW, "ema_0.9999": EMA}, "ema_0.9999", EMA, "weights=ema_0.9999"),
     (under("ema_model.module.", EMA) | under("online_model.", RAW) | {"step": torch.tensor(3)}, "ema_model", EMA, ""),
     ({"state_dict": under("net.", RAW), "epoch": 3}, None, RAW, "weights=state_dict.net"),
-    ({"state_dict": under("model.", RAW) | under("vae.", {"conv.weight": torch.zeros(3)})}, None, RAW, "vae.* (1"),
-    ({"state_dict": LITEMA}, "state_dict.model", RAW, "without model_ema.* ("),
+    ({"state_dict": under("model.", RAW) | under("vae.", {"conv.weight": torch.zeros(3)})}, None, RAW, "without vae"),
+    ({"state_dict": LITEMA}, "state_dict.model", RAW, "without model_ema"),
     ({"module": RAW, "ds_version": "0.16.2"}, None, RAW, ""),  # DeepSpeed, stage 2 (Tencent-Hunyuan/HunyuanDiT#107)
     ({"n_averaged": torch.tensor(7)} | under("module.", EMA), None, EMA, "its only weights"),
     *((under(prefix, CHECKPOINTED), None, RAW, "") for prefix in (
@@ -395,25 +374,6 @@ def test_diffusers_own_dit_is_read_with_and_without_its_pipeline(tmp_path):
     for each in read:
         assert type(each.diffusion) is DDPM and each.net.blocks[0].attn.num_heads == 4
         assert all(torch.equal(each.net.state_dict()[key], value) for key, value in RAW.items())
-
-
-@torch.no_grad()
-def test_the_noise_that_diffusers_own_class_predicts_is_ours(tmp_path):
-    import diffusers
-
-    theirs = fill(diffusers.DiTTransformer2DModel(
-        num_attention_heads=4, attention_head_dim=16, out_channels=8, num_layers=3, sample_size=8,
-        num_embeds_ada_norm=10, norm_eps=1e-6)).eval()
-    for block in theirs.transformer_blocks:  # DiT's weights were trained with frequencies 10000^(-i/128)
-        block.norm1.emb.time_proj.downscale_freq_shift = 0
-    for block in theirs.transformer_blocks[1:]:  # a DiT has one embedder
-        block.norm1.emb.load_state_dict(theirs.transformer_blocks[0].norm1.emb.state_dict())
-    theirs.save_pretrained(tmp_path / "own")
-    x, t, y = wave((2, 4, 8, 8), amplitude=1.4), torch.tensor([3, 700]), torch.tensor([4, 10])
-    expected = theirs(x, t, y).sample
-    ours = imported(tmp_path / "own", "diffusers", num_heads=None).net(x, t, y)
-    assert expected.std() > 0.1
-    torch.testing.assert_close(ours, expected, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("changes, schedule, says", [
