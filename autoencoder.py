@@ -65,11 +65,11 @@ class Convention:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], name: str) -> "Convention":
-        """Reads the complete config of the diffusers autoencoder `name`; raises ValueError if it has no scale."""
-        if config.get("scaling_factor") is None:
+        """Reads the config of the diffusers autoencoder `name`; raises ValueError if it has no scale."""
+        if config["scaling_factor"] is None:
             raise ValueError(f"autoencoder={name} has scaling_factor null in its config.json: set it to 1 / the "
                              f"latents' standard deviation.")
-        return cls.read({"scale": config.get("scaling_factor"), "shift": config.get("shift_factor"),
+        return cls.read({"scale": config["scaling_factor"], "shift": config.get("shift_factor"),
                          "latents_mean": config.get("latents_mean"), "latents_std": config.get("latents_std")})
 
     def record(self) -> dict[str, Any]:
@@ -176,17 +176,17 @@ class Identity(Autoencoder):
 
 
 class DiffusersAutoencoder(Autoencoder):
-    """A diffusers AutoencoderKL or AutoencoderDC for latents with `convention`, by default the one in its config.
+    """A diffusers AutoencoderKL or AutoencoderDC for latents with `convention`.
 
-    Raises ValueError for a config without a scale, and for statistics that do not fit the network.
+    Raises ValueError for statistics that do not fit the network.
     """
 
-    def __init__(self, name: str, vae: Any, device: torch.device | str, convention: Convention | None = None):
+    def __init__(self, name: str, vae: Any, device: torch.device | str, convention: Convention):
         self.name, self.device, self.dtype = name, device, vae.dtype
         self.samples_only = type(vae).__name__ == SAMPLES_ONLY
         levels = vae.config.encoder_block_out_channels if self.samples_only else vae.config.block_out_channels
         self.channels, self.downsample = vae.config.latent_channels, 2 ** (len(levels) - 1)
-        self.convention = convention or Convention.from_config(vae.config, name)
+        self.convention = convention
         self.convention.require(self.channels, f"autoencoder={name}")
         self.vae = vae.to(device).eval().requires_grad_(False)
         if torch.device(device).type == "cuda":  # a memory layout that tensor cores prefer

@@ -15,7 +15,7 @@ from runtime.untrusted import reading
 from weights.reading import PYTHON, from_hub, how_to_download, load_function, read_tensors
 
 HUB_NAMES = {"sd_vae_ema": "stabilityai/sd-vae-ft-ema", "sd_vae_mse": "stabilityai/sd-vae-ft-mse"}
-CLASSES = ("AutoencoderKL", "AutoencoderDC")  # of diffusers, which record their latents' scale in the config
+CLASSES = {"AutoencoderKL": SD_VAE_SCALE, "AutoencoderDC": 1.0}  # diffusers' classes: the scale of an older config
 NONE = "none"           # the name for latents that only their owner can decode
 WEIGHTS = "diffusion_pytorch_model"  # what diffusers calls the file, with a variant as in WEIGHTS.fp16.safetensors
 STATISTICS = "latents_stats.pt"  # written by LightningDiT: the mean and standard deviation of each channel
@@ -40,10 +40,9 @@ def load_autoencoder(
         return Identity(device, convention)
     file = find_weights(name)
     refuse_pointer(file)
-    if not Path(name).is_file():
-        return DiffusersAutoencoder(name, _from_folder(file, dtype), device, convention)
-    convention = convention or own_convention(name)
-    return DiffusersAutoencoder(name, _from_ldm(file).to(dtype), device, convention)
+    convention = convention or own_convention(name) or Convention()
+    vae = _from_ldm(file).to(dtype) if Path(name).is_file() else _from_folder(file, dtype)
+    return DiffusersAutoencoder(name, vae, device, convention)
 
 
 def load_decoder(
@@ -117,12 +116,7 @@ def own_convention(name: str) -> Convention | None:
         raise ValueError(f"autoencoder={name} does not record how its latents are scaled: put its {STATISTICS} next to "
                          f"it, or type its scale, which is {SD_VAE_SCALE} for Stable Diffusion 1 and 2 and 0.13025 for "
                          f"SDXL, as in: echo '{scale}' > {shlex.quote(str(beside))}")
-    config = _read_config(folder)
-    import diffusers  # slow: takes seconds
-
-    with torch.device("meta"):  # the class completes older configs, such as that of sd_vae_ema, which has no scale
-        network = getattr(diffusers, config["_class_name"]).from_config(config)
-    return Convention.from_config(network.config, name)
+    return Convention.from_config(_read_config(folder), name)
 
 
 # ---- its file -------------------------------------------------------------------------------------------------------
@@ -175,7 +169,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if config.get("_class_name") not in CLASSES:  # no other name is ever looked up in diffusers
         raise ValueError(f"{folder} has the class {config.get('_class_name')}, but only {', '.join(CLASSES)} can be "
                          f"read: set autoencoder= to another.")
-    return config
+    return {"scaling_factor": CLASSES[config["_class_name"]], **config}
 
 
 def _from_folder(file: Path, dtype: torch.dtype) -> torch.nn.Module:
