@@ -4,13 +4,14 @@
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 SD_VAE_SCALE = 0.18215  # Stable Diffusion 1 and 2; any other VAE's config.json has its own
-SAMPLES_ONLY = ("AutoencoderTiny", "AutoencoderDC")  # diffusers classes whose latents are values, not distributions
+SAMPLES_ONLY = "AutoencoderDC"  # the diffusers class whose latents are values, not distributions
 PIXELS_AT_ONCE = 2**20  # the default number of pixels to decode at once: 16 images of 256x256
 
 
@@ -45,7 +46,7 @@ class Convention:
     latents_std: tuple[float, ...] | None = None
     pixels: tuple[float, float] = (-1.0, 1.0)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         mean, std = self.latents_mean or (), self.latents_std or ()
         if len(mean) != len(std):
             raise ValueError(f"latents_mean has {len(mean)} numbers and latents_std {len(std)}: set both, with one "
@@ -56,21 +57,22 @@ class Convention:
             raise ValueError(f"pixels={list(self.pixels)} is not a range: set two numbers, the lower one first.")
 
     @classmethod
-    def read(cls, record: dict) -> "Convention":
+    def read(cls, record: Mapping[str, Any]) -> "Convention":
         """Reads what `record` returned. A missing or null key has its default."""
-        present = {key: record[key] for key in cls.__dataclass_fields__ if record.get(key) is not None}
-        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in present.items()})
+        present: dict[str, Any] = {key: tuple(record[key]) if isinstance(record[key], list) else record[key]
+                                   for key in cls.__dataclass_fields__ if record.get(key) is not None}
+        return cls(**present)
 
     @classmethod
-    def from_config(cls, config: dict, name: str) -> "Convention":
-        """Reads the complete config of the diffusers autoencoder `name`; raises ValueError if it has no scale."""
-        if config.get("scaling_factor") is None:
+    def from_config(cls, config: Mapping[str, Any], name: str) -> "Convention":
+        """Reads the config of the diffusers autoencoder `name`; raises ValueError if it has no scale."""
+        if config["scaling_factor"] is None:
             raise ValueError(f"autoencoder={name} has scaling_factor null in its config.json: set it to 1 / the "
                              f"latents' standard deviation.")
-        return cls.read({"scale": config.get("scaling_factor"), "shift": config.get("shift_factor"),
+        return cls.read({"scale": config["scaling_factor"], "shift": config.get("shift_factor"),
                          "latents_mean": config.get("latents_mean"), "latents_std": config.get("latents_std")})
 
-    def record(self) -> dict:
+    def record(self) -> dict[str, Any]:
         """Returns plain values for metadata.json and meta.json. Statistics and pixels are left out if default."""
         plain = {key: list(value) if isinstance(value, tuple) else value for key, value in vars(self).items()}
         usual = {"latents_mean": None, "latents_std": None, "pixels": [-1, 1]}
@@ -113,7 +115,7 @@ class Convention:
         return pixels_to_images(pixels if (low, high) == (-1, 1) else (pixels - low) * (2 / (high - low)) - 1)
 
 
-def _by_channel(numbers: tuple[float, ...], like: torch.Tensor) -> torch.Tensor:
+def _by_channel(numbers: tuple[float, ...] | None, like: torch.Tensor) -> torch.Tensor:
     return torch.tensor(numbers, dtype=like.dtype, device=like.device).view(-1, 1, 1)
 
 
@@ -121,12 +123,10 @@ def _by_channel(numbers: tuple[float, ...], like: torch.Tensor) -> torch.Tensor:
 
 
 class Autoencoder:
-    """Maps uint8 images (B,H,W,3) to the network's latents (B,C,h,w) and back.
+    """Maps uint8 images (B,H,W,3) to the network's latents (B,C,h,w) and back."""
 
-    A subclass implements `_encode`, from pixels to mean and standard deviation, and `_decode`, from the autoencoder's
-    own latents to pixels.
-    """
-
+    _encode: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # pixels -> mean and standard deviation
+    _decode: Callable[[torch.Tensor], torch.Tensor]                       # the autoencoder's own latents -> pixels
     name: str
     channels: int
     downsample: int                         # image side divided by latent side
@@ -176,24 +176,17 @@ class Identity(Autoencoder):
 
 
 class DiffusersAutoencoder(Autoencoder):
-    """A diffusers autoencoder for latents with `convention`, by default the one in its config.
+    """A diffusers AutoencoderKL or AutoencoderDC for latents with `convention`.
 
-    AutoencoderTiny is distilled to decode scaled latents, so it always uses its own. Raises ValueError for a config
-    without a scale, and for statistics that do not fit the network.
+    Raises ValueError for statistics that do not fit the network.
     """
 
-    def __init__(
-        self, name: str, vae: torch.nn.Module, device: torch.device | str, convention: Convention | None = None,
-    ):
+    def __init__(self, name: str, vae: Any, device: torch.device | str, convention: Convention):
         self.name, self.device, self.dtype = name, device, vae.dtype
-        self.samples_only = type(vae).__name__ in SAMPLES_ONLY
-        self.channels, self.downsample = latent_size(type(vae), vae.config)
-        if type(vae).__name__ == "AutoencoderTiny":
-            if convention is not None and convention.latents_mean is not None:
-                raise ValueError(f"autoencoder={name} is an AutoencoderTiny, which needs latents with one scale, but "
-                                 f"these are normalised per channel: choose another.")
-            convention = None
-        self.convention = convention or Convention.from_config(vae.config, name)
+        self.samples_only = type(vae).__name__ == SAMPLES_ONLY
+        levels = vae.config.encoder_block_out_channels if self.samples_only else vae.config.block_out_channels
+        self.channels, self.downsample = vae.config.latent_channels, 2 ** (len(levels) - 1)
+        self.convention = convention
         self.convention.require(self.channels, f"autoencoder={name}")
         self.vae = vae.to(device).eval().requires_grad_(False)
         if torch.device(device).type == "cuda":  # a memory layout that tensor cores prefer
@@ -212,15 +205,6 @@ class DiffusersAutoencoder(Autoencoder):
         return self.vae.decode(z.to(self.dtype)).sample
 
 
-def latent_size(network: type[torch.nn.Module], config: dict) -> tuple[int, int]:
-    """Returns (channels, downsample) of a diffusers class, by a forward pass on the meta device."""
-    side = 2**9
-    with torch.device("meta"), torch.no_grad():
-        encoded = network.from_config(config).encode(torch.zeros(1, 3, side, side))
-    latent = encoded.latent_dist.mean if hasattr(encoded, "latent_dist") else encoded[0]
-    return latent.shape[1], side // latent.shape[3]
-
-
 class OwnDecoder(Autoencoder):
     """A user's function from its autoencoder's own latents z (B,C,h,w) to pixels (B,3,H,W) in [-1, 1].
 
@@ -236,15 +220,13 @@ class OwnDecoder(Autoencoder):
     ):
         self.name, self.function, self.device, self.channels = name, function, device, shape[0]
         pixels = function(torch.zeros(1, *shape, device=device))
-        if not isinstance(pixels, torch.Tensor) or not pixels.is_floating_point():
-            kind = pixels.dtype if isinstance(pixels, torch.Tensor) else type(pixels).__name__
-            raise ValueError(f"autoencoder={name} returns {kind}: return one floating-point tensor of pixels in -1 … 1 "
-                             f"(of an array of bytes: torch.from_numpy(array).float() / 127.5 - 1).")
-        decoded = tuple(pixels.shape)
+        decoded = tuple(getattr(pixels, "shape", ()))
         self.downsample = decoded[3] // shape[2] if len(decoded) == 4 else 0
-        if not self.downsample or decoded != (1, 3, shape[1] * self.downsample, shape[2] * self.downsample):
-            raise ValueError(f"autoencoder={name} maps one latent {(1, *shape)} to {decoded}; images are (1, 3, H, W), "
-                             f"with H and W multiples of {shape[1]} and {shape[2]}.")
+        is_image = decoded == (1, 3, shape[1] * self.downsample, shape[2] * self.downsample)
+        if not (is_image and isinstance(pixels, torch.Tensor) and pixels.is_floating_point()):
+            raise ValueError(f"autoencoder={name} maps one latent {(1, *shape)} to {type(pixels).__name__} {decoded} "
+                             f"{getattr(pixels, 'dtype', '')}: return one floating-point tensor (1, 3, H, W) of pixels "
+                             f"in -1 … 1, with H and W the same multiple of {shape[1]} and {shape[2]}.")
 
     def _decode(self, z: torch.Tensor) -> torch.Tensor:
         return self.function(z).to(z.device)  # it may compute elsewhere, but ranks gather images from their own devices

@@ -6,17 +6,18 @@ configs/import_weights.yaml shows the commands, docs/interop.md lists the format
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from runtime import files
 from runtime.command import command
-from runtime.schema import Classes, Location, Settings, Size, Text, as_recorded, one_of
+from runtime.schema import Classes, Location, Settings, Size, Text, as_recorded
 from weights import checkpoint as checkpoints
-from weights.foreign import FORMATS, Foreign, find_file, how_to_import, read
+from weights.foreign import Foreign, FormatName, find_file, how_to_import, read
 from weights.reading import check_finite, read_tensors
 from weights.records import diffusion_keywords
 
-SETTINGS = ("weights", "num_heads", "num_classes", "input_size", "autoencoder")  # that formats may need
+SETTINGS = ("weights", "num_heads", "num_classes", "autoencoder")  # that formats may need
 
 
 class ImportSettings(Settings):
@@ -24,16 +25,15 @@ class ImportSettings(Settings):
 
     source: Location
     out: Location
-    format: one_of(FORMATS) | None
+    format: FormatName | None
     weights: Text | None
     num_heads: Size | None
     num_classes: Classes | None
-    input_size: Size | None
     autoencoder: Location | None
-    diffusion: dict | None
+    diffusion: dict[str, Any] | None
 
 
-def describe(foreign: Foreign, name: str, dropped: list[str]) -> str:
+def describe(foreign: Foreign, name: str) -> str:
     """Writes how a network was read, for people."""
     key, others = foreign.weights, " and ".join(foreign.others)
     no_label = "" if foreign.network.get("null_label", True) else " and no null label"
@@ -41,17 +41,10 @@ def describe(foreign: Foreign, name: str, dropped: list[str]) -> str:
         f"{f'weights={key}' if key else 'its only weights'}{f' (not {others})' if others else ''}",
         f"read as {name} ({foreign.form.meaning})", f"{foreign.network['num_heads']} heads",
         f"{foreign.network['num_classes']} classes{no_label}", f"decoded by {foreign.autoencoder}",
-        *(f"without {part}" for part in dropped)])
+        *(f"without {name}" for name in foreign.dropped)])
 
 
-def grouped(names: list[str]) -> list[str]:
-    """Counts names of tensors by their first part."""
-    groups = [f"{name.partition('.')[0]}.*" if "." in name and " " not in name else name for name in names]
-    return [f"{group} ({groups.count(group)} tensors)" if group.endswith("*") else group
-            for group in dict.fromkeys(groups)]
-
-
-def is_imported(out: Path, meta: dict) -> bool:
+def is_imported(out: Path, meta: dict[str, Any]) -> bool:
     """Returns whether `out` holds this import already; raises ValueError if it holds anything else."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return False
@@ -80,13 +73,13 @@ def main(cfg: ImportSettings) -> None:
     check_finite(foreign.state, file)
     state, network = foreign.rewritten()
     record = {"file": file.name, "sha256": files.sha256(file), "format": cfg.format, "weights": foreign.weights or None,
-              "num_heads": network["num_heads"], "dropped": grouped(foreign.dropped)}
+              "num_heads": network["num_heads"], "dropped": foreign.dropped}
     meta = {
-        "step": None, "network": network, "diffusion": foreign.form.diffusion or dict(cfg.diffusion),
+        "step": None, "network": network, "diffusion": foreign.form.diffusion or cfg.diffusion,
         "null_label": network.get("null_label", True), "imported": record,
         "data": {"autoencoder": foreign.autoencoder, "convention": foreign.convention.record(), "class_names": None,
                  "display_names": foreign.display_names, "classes": None}}
-    line = f"{file}: {describe(foreign, cfg.format, record['dropped'])}. {out}"
+    line = f"{file}: {describe(foreign, cfg.format)}. {out}"
     if is_imported(out, meta):
         print(f"{line} holds it already: nothing to do.")
         return

@@ -172,7 +172,7 @@ def test_the_main_rank_finds_a_checkpoint_for_all(run, tmp_path, monkeypatch):
     main, other = (SimpleNamespace(num_processes=2, process_index=rank, is_main_process=rank == 0) for rank in range(2))
     newest = find_checkpoint(training)
     answers = [[find_checkpoint(training / "checkpoints/step-00000005"), None],
-               [replace(newest, file=tmp_path / "here/ema.safetensors"), None], [None, "why"]]
+               [replace(newest, folder=tmp_path / "here"), None], [None, "why"]]
     assert find_on_main_rank(main, training) == newest and sent == [[newest, None]]
     assert load_trained(find_on_main_rank(other, training)).step == 5
     with pytest.raises(ValueError, match="Rank 1 does not see .*here/ema.safetensors, which the main rank found"):

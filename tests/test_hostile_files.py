@@ -47,6 +47,7 @@ from scoring.score import open_reference
 from scripts import import_weights as import_script
 from weights import checkpoint as checkpoints
 from weights.autoencoders import load_autoencoder, read_statistics
+from weights.foreign import diffusers_names
 from weights.loading import load_trained
 from weights.reading import read_tensors
 
@@ -337,8 +338,11 @@ def sparse_tar(at: Path) -> None:
     os.truncate(at / "x.tar", 6 * 2**40)
 
 
-def save_without_positions(at: Path) -> None:
-    save_file({key: value for key, value in tiny().items() if key != "pos_embed"}, at / "x.safetensors")
+def save_of_diffusers(at: Path) -> None:
+    state = tiny()
+    save_file({name: part.clone() for ours, names in diffusers_names(1).items()
+               for name, part in zip(names, state[ours].chunk(len(names)), strict=True)}, at / "x.safetensors")
+    (at / "config.json").write_text('{"sample_size": 8192, "num_attention_heads": 2}')
 
 
 def read_pt(at: Path) -> None:
@@ -382,8 +386,8 @@ LIES = {  # a lie: what writes it in a folder, what reads it there, what is said
                            partial(first_pixels, "a"), "a/1.png is not a plain file"),
     "a pipe": (lambda at: [(at / "a").mkdir(), os.mkfifo(at / "a/1.png")], partial(first_pixels, "a"),
                "a/1.png is not a plain file"),
-    "a side of latents": (save_without_positions, lambda at: import_script.main(
-        f"source={at}/x.safetensors", "format=ours", f"out={at}/out", "input_size=8192"), "have 16,777,216 tokens"),
+    "a side of latents": (save_of_diffusers, lambda at: import_script.main(
+        f"source={at}/x.safetensors", "format=diffusers", f"out={at}/out"), "have 16,777,216 tokens"),
     "a member of a zip": (lambda at: put_zip(at / "x.zip", {"a/0.png": bytes(2**28 + 1)}, zipfile.ZIP_DEFLATED),
                           partial(first_pixels, "x.zip"), "it has 268,435,457 bytes"),
     "another packing": (lambda at: put_zip(at / "x.zip", {"a/0.png": bytes(9)}, zipfile.ZIP_LZMA),
@@ -446,9 +450,10 @@ SENTENCES = {  # what writes a file, what reads it, what is said
                              read_pt, "x.pt"),
     "a number for a bias": (lambda at: save_weights(at, state={"final_layer.linear.bias": torch.tensor(1.0)}, args={
         "model": "DiT-S/2", "image_size": 32}), read_pt, "x.pt"),
-    **{f"a billion blocks of {form}": (lambda at, names=names: save_file({
-        names[0]: torch.ones(8, 3, 2, 2), f"{names[1]}.1000000000.a": torch.ones(1)}, at / "x.safetensors"),
-        lambda at, form=form: import_weights(at / "x.safetensors", form), "are not numbered")
+    **{f"a billion blocks of {form}": (lambda at, names=names: [save_file({
+        names[0]: torch.ones(8, 3, 2, 2), f"{names[1]}.1000000000.a": torch.ones(1)}, at / "x.safetensors"), (
+        at / "config.json").write_text('{"sample_size": 8, "num_attention_heads": 2}')],
+        lambda at, form=form: import_weights(at / "x.safetensors", form), "are not")
        for form, names in {"sit": ("x_embedder.proj.weight", "blocks"),
                            "diffusers": ("pos_embed.proj.weight", "transformer_blocks")}.items()},
     "settings that contain themselves": (lambda at: save_weights(at, config=endless()), read_pt, "prediction=noise"),

@@ -146,7 +146,7 @@ TYPED = {
         ("source=nowhere", "nowhere does not exist"), ("source=four", "four holds no weights file"),
         ("format=lightning", "'sit', 'repa', 'lightningdit'"), ("format=dit", "unlike this format"),
         ("num_heads=null", "set num_heads="), ("num_heads=3", "3"), ("num_classes=99", "num_classes=99 does not fit"),
-        ("input_size=99", "input_size=99 does not fit"), ("autoencoder=null", "set autoencoder="),
+        ("autoencoder=null", "set autoencoder="),
         ("autoencoder=vqgan", "vqgan"), ("weights=best", "it has no weights=best: set weights=ema"),
         ("diffusion=edm", "is for format=ours"), ("format=ours", "set diffusion="),
         ("out=latents", "out=latents exists and does not hold this import"), ("out=four", "out=four exists"),

@@ -1,1 +1,1 @@
-"""Weights and their records: checkpoints, LoRA, other code bases' files -> a network to sample."""
+"""Weights and their records: checkpoints, files of other code, autoencoders -> networks to sample and decode with."""

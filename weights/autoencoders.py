@@ -1,22 +1,21 @@
 """Loads autoencoders by name: pixel space, diffusers folders, LDM files such as VA-VAE's, and users' own decoders."""
 
-import contextlib
 import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from autoencoder import SAMPLES_ONLY, SD_VAE_SCALE, Autoencoder, Convention, DiffusersAutoencoder, Identity, OwnDecoder
 from runtime.files import refuse_pointer, sha256
-from runtime.schema import as_recorded, read_json
+from runtime.schema import read_json
 from runtime.untrusted import reading
 from weights.reading import PYTHON, from_hub, how_to_download, load_function, read_tensors
 
 HUB_NAMES = {"sd_vae_ema": "stabilityai/sd-vae-ft-ema", "sd_vae_mse": "stabilityai/sd-vae-ft-mse"}
-# Diffusers classes for images in [-1, 1] that record their latents' scale in the config.
-CLASSES = ("AutoencoderKL", "AutoencoderTiny", "AutoencoderDC")
+CLASSES = {"AutoencoderKL": SD_VAE_SCALE, "AutoencoderDC": 1.0}  # diffusers' classes: the scale of an older config
 NONE = "none"           # the name for latents that only their owner can decode
 WEIGHTS = "diffusion_pytorch_model"  # what diffusers calls the file, with a variant as in WEIGHTS.fp16.safetensors
 STATISTICS = "latents_stats.pt"  # written by LightningDiT: the mean and standard deviation of each channel
@@ -41,11 +40,9 @@ def load_autoencoder(
         return Identity(device, convention)
     file = find_weights(name)
     refuse_pointer(file)
-    if not is_ldm(file):
-        return DiffusersAutoencoder(name, _from_folder(file, dtype), device, convention)
-    convention = convention or own_convention(name)
-    with as_recorded(file):
-        return DiffusersAutoencoder(name, _from_ldm(file).to(dtype), device, convention)
+    convention = convention or own_convention(name) or Convention()
+    vae = _from_ldm(file).to(dtype) if Path(name).is_file() else _from_folder(file, dtype)
+    return DiffusersAutoencoder(name, vae, device, convention)
 
 
 def load_decoder(
@@ -63,14 +60,14 @@ def load_decoder(
     Latents are unscaled by the `convention` that scaled them, not by the one that the decoder was published with. A
     user's own decoder is code, so it is loaded only if `trusted`. Raises ValueError also if it has other channels.
     """
-    if not runs_code(name):
-        loaded = load_autoencoder(name, device, dtype, convention)
-    elif trusted:
-        loaded = OwnDecoder(name, load_function("autoencoder", name)[0], shape, device)
-        loaded.convention = convention or loaded.convention
-    else:
+    if runs_code(name) and not trusted:
         raise ValueError(f"autoencoder={name} runs code, so it is loaded only if the command names it, but here a "
                          f"file does: set autoencoder={name} if you trust it.")
+    if runs_code(name):
+        loaded: Autoencoder = OwnDecoder(name, load_function("autoencoder", name)[0], shape, device)
+        loaded.convention = convention or loaded.convention
+    else:
+        loaded = load_autoencoder(name, device, dtype, convention)
     if loaded.channels != shape[0]:
         raise ValueError(f"autoencoder={name} decodes latents of {loaded.channels} channels, but these have "
                          f"{shape[0]}: set the autoencoder that made these latents.")
@@ -88,16 +85,19 @@ def sha256_of(name: str) -> str | None:
 
     It is None for `identity` and `none`, which have no file, and where the file is gone by now.
     """
-    with contextlib.suppress(ValueError, OSError):
-        if name not in ("identity", NONE):
-            return sha256(load_function("autoencoder", name)[1] if runs_code(name) else find_weights(name))
+    if name in ("identity", NONE):
+        return None
+    try:
+        return sha256(load_function("autoencoder", name)[1] if runs_code(name) else find_weights(name))
+    except (ValueError, OSError):
+        return None
 
 
 def samples_only(name: str) -> bool:
     """True if an autoencoder encodes to values without a distribution. Reads its config, not its weights."""
-    if name in (*HUB_NAMES, NONE) or runs_code(name) or is_ldm(name):
+    if name in (*HUB_NAMES, NONE) or runs_code(name) or Path(name).is_file():
         return False
-    return name == "identity" or _read_config(find_folder(name))["_class_name"] in SAMPLES_ONLY
+    return name == "identity" or _read_config(find_folder(name))["_class_name"] == SAMPLES_ONLY
 
 
 def own_convention(name: str) -> Convention | None:
@@ -109,19 +109,14 @@ def own_convention(name: str) -> Convention | None:
     if name == NONE or runs_code(name):
         return None
     folder = find_folder(name)
-    if is_ldm(name) and (statistics := folder / STATISTICS).is_file():
+    if Path(name).is_file() and (statistics := folder / STATISTICS).is_file():
         return read_statistics(statistics)
     if not (beside := folder / "config.json").is_file():
         scale = json.dumps({"_class_name": "AutoencoderKL", "scaling_factor": SD_VAE_SCALE})
         raise ValueError(f"autoencoder={name} does not record how its latents are scaled: put its {STATISTICS} next to "
                          f"it, or type its scale, which is {SD_VAE_SCALE} for Stable Diffusion 1 and 2 and 0.13025 for "
                          f"SDXL, as in: echo '{scale}' > {shlex.quote(str(beside))}")
-    config = _read_config(folder)
-    import diffusers  # slow: takes seconds
-
-    with torch.device("meta"):  # the class completes older configs, such as that of sd_vae_ema, which has no scale
-        network = getattr(diffusers, config["_class_name"]).from_config(config)
-    return Convention.from_config(network.config, name)
+    return Convention.from_config(_read_config(folder), name)
 
 
 # ---- its file -------------------------------------------------------------------------------------------------------
@@ -130,7 +125,7 @@ def own_convention(name: str) -> Convention | None:
 def find_weights(name: str) -> Path:
     """Finds the weights that a name means: a file, or the one in a folder; those of HUB_NAMES are downloaded once.
 
-    Raises ValueError for a name that is neither, and for a folder without weights, or with several variants.
+    Raises ValueError for a name that is neither, and for a folder without weights, or with several variants alone.
     """
     usual = f"{WEIGHTS}.safetensors"
     if repo := HUB_NAMES.get(name):
@@ -141,8 +136,8 @@ def find_weights(name: str) -> Path:
     files = [path.name for path in folder.glob(f"{WEIGHTS}*.safetensors")]
     if usual not in files and len(files) != 1:
         found = " and ".join(sorted(files)) or f"no {usual}"
-        raise ValueError(f"{folder} holds {found}: name one file, or get {usual} from where config.json is from. No "
-                         f"pickle, such as {WEIGHTS}.bin, is read.")
+        raise ValueError(f"{folder} holds {found}: get {usual} from where config.json is from. No pickle, such as "
+                         f"{WEIGHTS}.bin, is read.")
     return folder / (usual if usual in files else files[0])
 
 
@@ -154,33 +149,27 @@ def find_folder(name: str) -> Path:
     place = Path(name)
     if place.is_file():
         return place.parent
-    if not place.is_dir():
-        names = ", ".join(["identity", *HUB_NAMES])
-        raise ValueError(f"autoencoder={name} is neither one of {names} nor a local folder or file."
-                         f"{how_to_download(name, 'vae/*', 'config.json', f'{WEIGHTS}.safetensors')}")
-    folder = next((folder for folder in (place, place / "vae") if (folder / "config.json").is_file()), None)
-    if folder is None:
+    for folder in (place, place / "vae"):
+        if (folder / "config.json").is_file():
+            return folder
+    if place.is_dir():
         raise ValueError(f"autoencoder={name} has neither config.json nor vae/config.json, as diffusers saves them: "
                          f"name such a folder, or a file of weights.")
-    return folder
-
-
-def is_ldm(file: str | Path) -> bool:
-    """True for a file, unless it has diffusers' name and config.json beside it; other files are LDM's."""
-    file = Path(file)
-    return file.is_file() and not (file.name.startswith(WEIGHTS) and file.with_name("config.json").is_file())
+    names = ", ".join(["identity", *HUB_NAMES])
+    raise ValueError(f"autoencoder={name} is neither one of {names} nor a local folder or "
+                     f"file.{how_to_download(name, 'vae/*', 'config.json', f'{WEIGHTS}.safetensors')}")
 
 
 # ---- diffusers ------------------------------------------------------------------------------------------------------
 
 
-def _read_config(folder: Path) -> dict:
+def _read_config(folder: Path) -> dict[str, Any]:
     """Reads config.json of a diffusers folder. Raises ValueError if its class is not one of CLASSES."""
     config = read_json(folder / "config.json")
     if config.get("_class_name") not in CLASSES:  # no other name is ever looked up in diffusers
         raise ValueError(f"{folder} has the class {config.get('_class_name')}, but only {', '.join(CLASSES)} can be "
                          f"read: set autoencoder= to another.")
-    return config
+    return {"scaling_factor": CLASSES[config["_class_name"]], **config}
 
 
 def _from_folder(file: Path, dtype: torch.dtype) -> torch.nn.Module:
@@ -201,7 +190,7 @@ def _from_folder(file: Path, dtype: torch.dtype) -> torch.nn.Module:
 
 def ldm_key(key: str, num_levels: int) -> str:
     """Translates a key of diffusers' AutoencoderKL to the one in latent diffusion's AutoencoderKL (CompVis)."""
-    def level(match: re.Match) -> str:
+    def level(match: re.Match[str]) -> str:
         index = int(match[2])  # LDM counts a decoder's levels from the pixels, diffusers from the latent
         return f"down.{index}." if match[1] == "down" else f"up.{num_levels - 1 - index}."
 
@@ -221,28 +210,23 @@ def _from_ldm(file: Path) -> torch.nn.Module:
     from diffusers import AutoencoderKL
 
     state = read_tensors(file)
-    for key in ("state_dict", "model"):
-        state = state.get(key, state) if isinstance(state, dict) else {}
-    state = {str(key).removeprefix("first_stage_model."): value for key, value in state.items()}  # in a whole pipeline
-    levels = [f"encoder.down.{i}" for i in range(64) if f"encoder.down.{i}.block.0.conv1.weight" in state]
-    kinds = ["Attn" if f"{level}.attn.0.q.weight" in state else "" for level in levels]
-    lacking = [name for name in ("encoder.down.0.block.0.conv1.weight", "post_quant_conv.weight") if name not in state]
-    if not lacking:
+    with reading(file, "a file with all tensors of latent diffusion's AutoencoderKL", f"diffusers saves others as "
+                 f"{WEIGHTS}.safetensors, beside config.json: name their folder"):
+        for key in ("state_dict", "model"):
+            state = state.get(key, state)
+        state = {str(key).removeprefix("first_stage_model."): value for key, value in state.items()}  # of a pipeline
+        count = max(1, sum(f"encoder.down.{i}.block.0.conv1.weight" in state for i in range(64)))
+        kinds = ["Attn" if f"encoder.down.{i}.attn.0.q.weight" in state else "" for i in range(count)]
         with torch.device("meta"):
-            vae = AutoencoderKL(
-                block_out_channels=tuple(len(state[f"{level}.block.0.conv1.weight"]) for level in levels),
+            vae: Any = AutoencoderKL(
+                block_out_channels=tuple(len(state[f"encoder.down.{i}.block.0.conv1.weight"]) for i in range(count)),
                 layers_per_block=sum(f"encoder.down.0.block.{i}.conv1.weight" in state for i in range(64)),
                 latent_channels=len(state["post_quant_conv.weight"]),
                 down_block_types=tuple(f"{kind}DownEncoderBlock2D" for kind in kinds),
                 up_block_types=tuple(f"{kind}UpDecoderBlock2D" for kind in reversed(kinds)))
-        names = {key: ldm_key(key, len(levels)) for key in vae.state_dict()}
-        lacking = [name for name in names.values() if name not in state]
-    if lacking:
-        raise ValueError(f"autoencoder={file} lacks {lacking[0]} of a latent-diffusion AutoencoderKL. One of diffusers "
-                         f"lies beside its config.json as {WEIGHTS}.safetensors: name their folder.")
-    # A 1x1 convolution and a linear layer hold the same numbers.
-    vae.load_state_dict({key: state[names[key]].float().reshape(value.shape)
-                         for key, value in vae.state_dict().items()}, assign=True)
+        # A 1x1 convolution and a linear layer hold the same numbers.
+        vae.load_state_dict({key: state[ldm_key(key, count)].float().reshape(value.shape)
+                             for key, value in vae.state_dict().items()}, assign=True)
     return vae
 
 

@@ -12,14 +12,18 @@ import shutil
 import warnings
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from runtime.files import atomic_write, inside, record_sha256, remove, sha256
-from runtime.schema import read_json
+from runtime.schema import read_json, read_record
+from weights.records import CheckpointRecord
 
 
 def step_folder(run: Path, step: int) -> Path:
@@ -53,7 +57,45 @@ def all_steps(run: Path) -> list[Path]:
     return sorted(filter(is_step, folders), key=step_of)
 
 
-def write_tensors(folder: Path, files: Iterable[tuple[str, Mapping[str, Tensor]]]) -> dict:
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint's folder, what its meta.json holds, and which of its networks is meant."""
+
+    folder: Path
+    meta: dict[str, Any]
+    weights: str                    # ema, model, ema-0.999 …
+
+    @property
+    def file(self) -> Path:
+        return self.folder / f"{self.weights}.safetensors"
+
+    @property
+    def sha256(self) -> str:
+        """The file's hash, even after training has pruned it."""
+        return self.meta["files"][self.file.name]["sha256"]
+
+    @property
+    def run(self) -> Path | None:
+        """The run that the checkpoint belongs to, if any."""
+        return run_of(self.folder)
+
+    @cached_property
+    def record(self) -> CheckpointRecord:
+        """What meta.json records about the weights; raises ValueError if it describes none."""
+        return read_record(CheckpointRecord, self.folder / "meta.json", "It does not describe a checkpoint; move the "
+                           "weights elsewhere.", self.meta)
+
+    @property
+    def source(self) -> dict[str, Any]:
+        """The fields of results that say which weights these are."""
+        imported = {"imported": self.record.imported.model_dump()} if self.record.imported else {}
+        return {"checkpoint": str(self.folder), "step": self.record.step, "weights_sha256": self.sha256, **imported}
+
+
+# ---- writing --------------------------------------------------------------------------------------------------------
+
+
+def write_tensors(folder: Path, files: Iterable[tuple[str, Mapping[str, Tensor]]]) -> dict[str, Any]:
     """Writes each (name, tensors) to `folder/name.safetensors`; returns each file's size and hash."""
     hashes = {}
     with ThreadPoolExecutor() as pool:  # a file is hashed while the next one is written
@@ -65,24 +107,20 @@ def write_tensors(folder: Path, files: Iterable[tuple[str, Mapping[str, Tensor]]
 
 
 def save(
-    folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], meta: dict,
+    folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], meta: dict[str, Any],
     complete: Iterable[Mapping[str, Tensor]] | None = None,
 ) -> None:
     """Writes `tensors[name]` to `folder/name.safetensors` and `meta` to `meta.json`, all or nothing.
 
-    If tensors are sharded, `complete` yields the gathered ones of each file in turn. An existing complete checkpoint is
-    not written again. Raises OSError with the space needed and the space left.
+    If tensors are sharded, `complete` yields the gathered ones of each file in turn. Raises OSError with the space
+    needed and the space left.
     """
-    if folder.is_dir() and problem(folder) is None:
-        return
     files = zip(tensors, tensors.values() if complete is None else complete, strict=True)
     try:
         with atomic_write(folder) as partial:
             partial.mkdir()
             write_meta(partial, {**meta, "files": write_tensors(partial, files)})
     except (OSError, SafetensorError) as error:
-        if folder.is_dir() and problem(folder) is None:  # another process has written it meanwhile
-            return
         need = sum(t.numel() * t.element_size() for named in tensors.values() for t in named.values())
         free = shutil.disk_usage(folder.parent if folder.parent.is_dir() else ".").free
         raise OSError(
@@ -91,18 +129,21 @@ def save(
         ) from error
 
 
-def read_meta(folder: Path) -> dict:
+def read_meta(folder: Path) -> dict[str, Any]:
     return read_json(folder / "meta.json")
 
 
-def write_meta(folder: Path, meta: dict) -> None:
+def write_meta(folder: Path, meta: dict[str, Any]) -> None:
     """Writes meta.json with the hash of its content, which replaces any hash in `meta`."""
     content = json.loads(json.dumps({key: value for key, value in meta.items() if key != "sha256"}))
     content["sha256"] = record_sha256(content)
     (folder / "meta.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
-def check(folder: Path, names: tuple[str, ...] | None = None) -> dict:
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+
+def check(folder: Path, names: tuple[str, ...] | None = None) -> dict[str, Any]:
     """Reads a checkpoint's meta.json; raises ValueError unless the checkpoint, or its files `names`, are complete."""
     file_of(folder, "meta.json")
     try:
@@ -152,7 +193,7 @@ def last_sound(run: Path, before: int) -> Path | None:
                  if step_of(folder) < before and is_sound(folder) and problem(folder) is None), None)
 
 
-def read_latest(run: Path, names: tuple[str, ...] | None = None) -> tuple[Path, dict] | None:
+def read_latest(run: Path, names: tuple[str, ...] | None = None) -> tuple[Path, dict[str, Any]] | None:
     """Finds a run's newest complete checkpoint and reads its meta.json; warns of each damaged one that is newer."""
     pruned = False
     for folder in reversed(all_steps(run)):

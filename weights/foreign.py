@@ -3,11 +3,12 @@
 scripts/import_weights.py alone reads these formats. Each tensor of the network is used, or the import names it.
 """
 
-import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,16 +19,17 @@ from blocks.transformer import rotary_angles
 from dit import depth_of, infer_architecture, sincos_2d, timestep_frequencies
 from runtime.schema import as_recorded, read_json
 from weights.autoencoders import own_convention
-from weights.reading import SUFFIXES, read_tensors
+from weights.reading import SUFFIXES, entries, read_tensors
 from weights.records import DIFFUSIONS, fit
 
 COMMAND = "python scripts/import_weights.py"
 # Settings with which a network means something else, and the values with which it means what ours computes.
-NORMS = {"norm_eps": [1e-6], "activation_fn": ["gelu-approximate"], "wo_shift": [False]}
-NOISE = {"noise_schedule": ["linear"], "beta_schedule": ["linear"], "beta_start": [1e-4], "beta_end": [0.02],
-         "diffusion_steps": [1000], "num_train_timesteps": [1000], "predict_xstart": [False], "predict_v": [False],
-         "prediction_type": ["epsilon"], "rescale_betas_zero_snr": [False]}
-PATH = {"path_type": ["linear"], "prediction": ["velocity"]}
+Values = Mapping[str, list[Any]]
+NORMS: Values = {"norm_eps": [1e-6], "activation_fn": ["gelu-approximate"], "wo_shift": [False]}
+NOISE: Values = {"noise_schedule": ["linear"], "beta_schedule": ["linear"], "beta_start": [1e-4], "beta_end": [0.02],
+                 "diffusion_steps": [1000], "num_train_timesteps": [1000], "predict_xstart": [False],
+                 "predict_v": [False], "prediction_type": ["epsilon"], "rescale_betas_zero_snr": [False]}
+PATH: Values = {"path_type": ["linear"], "prediction": ["velocity"]}
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,8 @@ class Format:
     """The form in which one code base saves its weights, and what its network predicts."""
 
     meaning: str                                    # shown to the user
-    diffusion: dict | None                          # ours that fits it; None: it is typed
-    settings: Mapping[str, list]                    # those that may stand in a file, with the values that are read
+    diffusion: dict[str, Any] | None                # ours that fits it; None: it is typed
+    settings: Values                                # those that may stand in a file, with the values that are read
     pair: tuple[str, str] | None = ("ema", "model")  # keys of the average and the raw weights in its train.py's files
     blocks: tuple[str, ...] = ("dit",)
     outputs: tuple[int, ...] = (1,)                 # output channels for each channel of the latents
@@ -44,20 +46,21 @@ class Format:
     autoencoder: str | None = "sd_vae_ema"          # of its latents of four channels; None: it is typed
 
 
-FORMATS = {
+FormatName = Literal["dit", "sit", "repa", "lightningdit", "tread", "diffusers", "ours"]
+FORMATS: dict[FormatName, Format] = {
     "dit": Format("facebookresearch/DiT and fast-DiT: noise and its variance at 1000 steps", {"name": "ddpm"},
-                  NORMS | NOISE, outputs=(2,)),
-    "sit": Format("willisma/SiT: a velocity with data at t = 1", {"name": "rf"}, NORMS | PATH, outputs=(1, 2),
+                  {**NORMS, **NOISE}, outputs=(2,)),
+    "sit": Format("willisma/SiT: a velocity with data at t = 1", {"name": "rf"}, {**NORMS, **PATH}, outputs=(1, 2),
                   backwards=True),
     "repa": Format("sihyun-yu/REPA and REPA-E: a velocity with noise at t = 1", {"name": "rf"},
-                   NORMS | PATH | {"prediction": ["v"]}),
-    "lightningdit": Format("hustvl/LightningDiT: a velocity with data at t = 1", {"name": "rf"}, NORMS | PATH,
-                           blocks=("lightning", "dit"), outputs=(1, 2), backwards=True, autoencoder=None),
-    "tread": Format("CompVis/tread: EDM", {"name": "edm", "sigma_data": 0.5}, NORMS | {"sigma_data": [0.5]},
+                   {**NORMS, **PATH, "prediction": ["v"]}),
+    "lightningdit": Format("hustvl/LightningDiT: a velocity with data at t = 1", {"name": "rf"}, {**NORMS, **PATH},
+                           blocks=("lightning",), outputs=(1, 2), backwards=True, autoencoder=None),
+    "tread": Format("CompVis/tread: EDM", {"name": "edm", "sigma_data": 0.5}, {**NORMS, "sigma_data": [0.5]},
                     pair=("ema_state_dict", "model_state_dict")),
     # One of diffusers' three norms has 1e-5, also with DiT's weights, which were trained with 1e-6.
     "diffusers": Format("DiT's weights in diffusers' DiTTransformer2DModel: noise at 1000 steps", {"name": "ddpm"},
-                        NORMS | NOISE | {"norm_eps": [1e-5, 1e-6], "norm_type": ["ada_norm_zero"]},
+                        {**NORMS, **NOISE, "norm_eps": [1e-5, 1e-6], "norm_type": ["ada_norm_zero"]},
                         pair=None, outputs=(1, 2)),
     "ours": Format("weights of this project that lost their meta.json", None, {}, pair=None, blocks=(*BLOCKS,),
                    outputs=(1, 2), autoencoder=None),
@@ -65,17 +68,19 @@ FORMATS = {
 READ_SETTINGS = {name for form in FORMATS.values() for name in form.settings}
 
 
-def needed(words: list[str] | None, setting: str, shown: str, value: object, message: str) -> object:
-    """Raises ValueError for a setting that must be typed, or adds it to a command's words and returns `value`."""
-    if words is None:
-        raise ValueError(message)
-    words.append(f"{setting}={shown}")
-    return value
+class Untyped(ValueError):
+    """A setting must be typed: how a command shows it, and a value with which the rest of the file can be read."""
+
+    def __init__(self, setting: str, shown: str, stand_in: object, message: str):
+        super().__init__(message)
+        self.setting, self.shown, self.stand_in = setting, shown, stand_in
 
 
 # ---- which network of a file ----------------------------------------------------------------------------------------
 
 FIRST_LAYERS = ("x_embedder.proj.weight", "pos_embed.proj.weight")  # of a DiT, and of diffusers' DiT
+OF_LATENTS = ("bn.running_mean", "bn.running_var")  # REPA-E's
+OTHER_NAMES = "its tensors have other names than this format's"
 MOST_POSITIONS = 2**25  # numbers in a position embedding: 29,000 tokens of XL/2, for images of 2,700 pixels
 WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}  # of DDP, compile, FSDP
 # What files carry beside the network: REPA's heads, which only training reads, autoencoders, and EMA counters.
@@ -97,13 +102,14 @@ def find_file(source: Path) -> Path:
     return found[0]
 
 
-def networks_in(content: object) -> dict[str, dict[str, Tensor]]:
+def networks_in(content: Any) -> dict[str, dict[str, Tensor]]:
     """Lists the networks of a file by name: the key of a state dict, and the prefix before its tensors' names.
 
     A tensor that lies outside of every prefix is listed with each network, so that none is left out unseen.
     """
     networks = {}
-    for place, node in {"": content, **content}.items() if isinstance(content, Mapping) else ():
+    nodes = {"": content, **content} if isinstance(content, Mapping) else {}
+    for place, node in nodes.items():
         tensors = {".".join(part for part in key.split(".") if part not in WRAPPERS): value
                    for key, value in (node.items() if isinstance(node, Mapping) else ())
                    if isinstance(key, str) and isinstance(value, Tensor)}
@@ -120,8 +126,8 @@ def networks_in(content: object) -> dict[str, dict[str, Tensor]]:
 
 
 def choose(
-    networks: Mapping[str, dict], content: Mapping, pair: tuple[str, str] | None, weights: str | None,
-    words: list[str] | None = None,         # as in `needed`
+    networks: Mapping[str, Mapping[str, Tensor]], content: Mapping[str, Any], pair: tuple[str, str] | None,
+    weights: str | None,
 ) -> str:
     """Returns the name of the network that `weights` means, or of the average in a format's `pair`.
 
@@ -142,7 +148,7 @@ def choose(
     unread += [key for key in networks[first] if key.startswith("model_ema.")]  # LitEma's, whose names lack their dots
     if len(networks) > 1 or unread:
         what = f"an average, {unread[0]}, that is no state dict" if unread else "several networks"
-        return needed(words, "weights", f"<{' or '.join(names)}>", first,
+        raise Untyped("weights", f"<{' or '.join(names)}>", first,
                       f"it holds {what}: set {choices}, or save one network by itself where it was made")
     return first
 
@@ -150,19 +156,7 @@ def choose(
 # ---- settings in a file ---------------------------------------------------------------------------------------------
 
 
-def settings_in(content: object) -> Iterator[tuple[str, object]]:
-    """Yields names and values of the settings that a file holds, in dictionaries and lists of any depth."""
-    waiting, seen = [content], set()
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, Mapping | list | tuple) and id(node) not in seen:  # one may lie in itself
-            seen.add(id(node))
-            waiting += node.values() if isinstance(node, Mapping) else node
-            if isinstance(node, Mapping):
-                yield from node.items()
-
-
-def check_settings(found: Mapping[str, list], form: Format) -> None:
+def check_settings(found: Values, form: Format) -> None:
     """Raises ValueError for a setting with which a network means something else than in this format."""
     for name in sorted(found.keys() & READ_SETTINGS):
         allowed = form.settings.get(name, [])
@@ -175,18 +169,16 @@ def check_settings(found: Mapping[str, list], form: Format) -> None:
 # ---- diffusers ------------------------------------------------------------------------------------------------------
 
 
-def beside_diffusers(file: Path) -> tuple[dict, list[dict], Path | None]:
-    """Reads the configs around diffusers' weights: the sizes, all settings, and the folder of a pipeline, if any."""
-    config, pipeline = file.with_name("config.json"), file.parent.parent
+def diffusers_configs(file: Path) -> list[dict[str, Any]]:
+    """Reads the configs that diffusers saves beside a transformer's weights: its own, and those of a pipeline."""
+    config, index = file.with_name("config.json"), file.parent.parent / "model_index.json"
     if not config.is_file():
-        return {}, [], None
-    settings = read_json(config)
-    sizes = {"num_heads": settings["num_attention_heads"], "input_size": settings["sample_size"]}
-    if not (pipeline / "model_index.json").is_file():
-        return sizes, [settings], None
-    if (kind := read_json(pipeline / "model_index.json").get("_class_name")) != "DiTPipeline":
+        raise ValueError(f"its settings are in {config.name}: copy that beside it from where the weights are from")
+    if not index.is_file():
+        return [read_json(config)]
+    if (kind := read_json(index).get("_class_name")) != "DiTPipeline":
         raise ValueError(f"it is the transformer of a {kind}, not of a DiTPipeline")
-    return sizes, [settings, read_json(pipeline / "scheduler/scheduler_config.json")], pipeline
+    return [read_json(config), read_json(index), read_json(index.with_name("scheduler") / "scheduler_config.json")]
 
 
 def diffusers_names(depth: int) -> dict[str, list[str]]:
@@ -207,8 +199,8 @@ def diffusers_names(depth: int) -> dict[str, list[str]]:
                for ours, names in layers.items() for kind in ("weight", "bias")}}
 
 
-def from_diffusers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Renames the tensors of diffusers' DiT to ours.
+def from_diffusers(state: Mapping[str, Tensor], side: int) -> dict[str, Tensor]:
+    """Renames the tensors of diffusers' DiT for latents of `side` to ours, and adds the positions.
 
     Raises ValueError for a tensor too many or too few, and if blocks' copies of an embedder differ.
     """
@@ -218,25 +210,25 @@ def from_diffusers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, first in ((name, copies[0]) for ours, copies in names.items() if ".qkv." not in ours for name in copies):
         if not torch.equal(state[name], state[first]):
             raise ValueError(f"{name} differs from {first}, but a DiT has one embedder for all blocks")
-    return {ours: torch.cat([state[name] for name in copies]) if ".qkv." in ours else state[copies[0]]
-            for ours, copies in names.items()}
+    width, _, _, patch = state["pos_embed.proj.weight"].shape
+    if (grid := side // patch) ** 2 * width > MOST_POSITIONS:
+        raise ValueError(f"config.json has sample_size={side}, so latents would have {grid**2:,} tokens: correct it")
+    return {"pos_embed": sincos_2d(width, grid),
+            **{ours: torch.cat([state[name] for name in copies]) if ".qkv." in ours else state[copies[0]]
+               for ours, copies in names.items()}}
 
 
 # ---- under our names ------------------------------------------------------------------------------------------------
 
 
-def our_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Renames diffusers' tensors to ours, and REPA's older blocks, which count from 0 again after `encoder_depth`."""
-    if any(key.startswith("transformer_blocks.") for key in state):
-        return from_diffusers(state)
-    first = depth_of(state, "blocks")
-    for key in [key for key in state if key.startswith("decoder_blocks.")]:
-        _, number, rest = key.split(".", 2)
-        state[f"blocks.{int(number) + first}.{rest}"] = state.pop(key)
-    return state
+def continued(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Renames REPA's older blocks, which count from 0 again after `encoder_depth`, to ours."""
+    first = len({key.split(".")[1] for key in state if key.startswith("blocks.")})
+    return {re.sub(r"^decoder_blocks\.(\d+)", lambda found: f"blocks.{int(found[1]) + first}", key): value
+            for key, value in state.items()}
 
 
-def count_classes(rows: int, typed: int | None, found: list) -> int | None:
+def count_classes(rows: int, typed: int | None, found: list[Any]) -> int | None:
     """Returns the number of classes that is typed or in a file, if any; raises ValueError if the table has others."""
     said = {typed} if typed else {value for value in found if isinstance(value, int)}
     if odd := [count for count in said if rows not in (count, count + 1)]:
@@ -245,23 +237,16 @@ def count_classes(rows: int, typed: int | None, found: list) -> int | None:
     return min(said, default=None)
 
 
-def without_tables(state: Mapping[str, Tensor], network: dict, found: Mapping[str, list]) -> dict[str, Tensor]:
-    """Drops LightningDiT's tables of the angles that ours compute; raises ValueError for other angles or switches."""
-    tables = {key: value for key, value in state.items() if key.startswith("feat_rope.")}
-    switches = [bool(tables), network["block"] == "lightning", "blocks.0.norm1.weight" in state,
-                *(value is True for value in found.get("use_rope", ()))]
-    if len({*switches}) > 1:
-        has = ["has" if switch else "lacks" for switch in switches]
-        raise ValueError(f"it {has[0]} feat_rope, {has[1]} mlp.w12 and {has[2]} norm1.weight, and is read with all of "
-                         f"use_rope, use_swiglu and use_rmsnorm, or with none: save its complete state dict")
+def without_tables(state: Mapping[str, Tensor], network: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Drops LightningDiT's tables of the angles that ours compute; raises ValueError for other angles, or none."""
     side, head_dim = network["input_size"] // network["patch_size"], network["hidden_size"] // network["num_heads"]
     angles = rotary_angles(torch.arange(side**2).unsqueeze(0), side, head_dim)[0, :, 0].repeat_interleave(2, dim=-1)
-    ours = {"feat_rope.freqs_cos": angles.cos(), "feat_rope.freqs_sin": angles.sin()} if tables else {}
-    if tables.keys() != ours.keys() or any(  # float16 or bfloat16
-            tables[key].shape != angles.shape or (tables[key] - ours[key]).abs().max() > 0.01 for key in ours):
-        raise ValueError(f"it has feat_rope for other angles than {network['num_heads']} heads and {side} x {side} "
-                         f"tokens have in LightningDiT: set num_heads=, if its number of heads is another")
-    return {key: value for key, value in state.items() if key not in tables}
+    for key, ours in (("feat_rope.freqs_cos", angles.cos()), ("feat_rope.freqs_sin", angles.sin())):
+        theirs = state.get(key, torch.empty(0))
+        if theirs.shape != ours.shape or (theirs - ours).abs().max() > 0.01:  # float16 or bfloat16
+            raise ValueError(f"it lacks feat_rope, or has it for other angles than {network['num_heads']} heads and "
+                             f"{side} x {side} tokens have in LightningDiT: set num_heads=, if it has another number")
+    return {key: value for key, value in state.items() if not key.startswith("feat_rope.freqs_")}
 
 
 def reverse_time(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -290,15 +275,15 @@ class Foreign:
 
     form: Format
     state: dict[str, Tensor]
-    network: dict                   # its keywords
+    network: dict[str, Any]         # its keywords
     weights: str                    # its key in the file; "" for one without
     others: list[str]               # keys of the networks beside it
-    dropped: list[str]              # tensors beside it
+    dropped: list[str]              # what lies beside it
     autoencoder: str
     convention: Convention
     display_names: list[str] | None
 
-    def rewritten(self) -> tuple[dict[str, Tensor], dict]:
+    def rewritten(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Returns weights in float32 and keywords of an ordinary network of ours that predicts the same."""
         state, network = {key: value.float() for key, value in self.state.items()}, self.network
         if self.form.backwards:
@@ -311,76 +296,65 @@ class Foreign:
 
 
 def read(
-    file: Path, content: object, name: str, *, weights: str | None = None, num_heads: int | None = None,
-    num_classes: int | None = None, input_size: int | None = None, autoencoder: str | None = None,
-    diffusion: dict | None = None,
-    words: list[str] | None = None,         # to which `needed` adds the settings that must be typed
+    file: Path, content: Any, name: FormatName, *, weights: str | None = None, num_heads: int | None = None,
+    num_classes: int | None = None, autoencoder: str | None = None, diffusion: dict[str, Any] | None = None,
 ) -> Foreign:
     """Reads a network from the content of a file in the format of this name.
 
-    Raises ValueError for tensors and settings that are not the format's, and for a setting that must be typed.
+    Raises ValueError for tensors and settings that are not the format's, and Untyped for a setting that must be typed.
     """
-    form, networks, found = FORMATS[name], networks_in(content), {}
-    sizes, configs, pipeline = beside_diffusers(file) if name == "diffusers" else ({}, [], None)
-    chosen = choose(networks, content, form.pair, weights, words)
-    for key, value in settings_in([content, *configs]):
-        found.setdefault(key, []).append(value)
+    form, networks, found = FORMATS[name], networks_in(content), defaultdict[Any, list[Any]](list)
+    chosen = choose(networks, content, form.pair, weights)
+    if (name == "diffusers") != any(key.startswith("transformer_blocks.") for key in networks[chosen]):
+        raise ValueError(OTHER_NAMES)
+    configs = diffusers_configs(file) if name == "diffusers" else []
+    for key, value in entries([content, *configs]):
+        found[key].append(value)
     check_settings(found, form)
-    dropped = [key for key in networks[chosen] if BESIDE.match(key)]
-    state = {key: value for key, value in networks[chosen].items() if key not in dropped}
-    mean, variance = (state.pop(f"bn.running_{kind}", None) for kind in ("mean", "var"))  # of REPA-E's latents
-    if (name == "diffusers") != any(key.startswith("transformer_blocks.") for key in state):
-        raise ValueError("its tensors have other names than this format's")
-
-    state, typed = our_names(state), {"num_heads": num_heads, "input_size": input_size}
-    if "feat_rope.freqs_cos" in state:  # of LightningDiT's heads
-        sizes["num_heads"] = len(state["x_embedder.proj.weight"]) // state["feat_rope.freqs_cos"].shape[-1]
-    sizes |= {key: value for key, value in typed.items() if value is not None}
-    if "pos_embed" not in state:
-        width, _, _, patch = state["x_embedder.proj.weight"].shape
-        if "input_size" not in sizes:
-            sizes["input_size"] = needed(
-                words, "input_size", "<side of the latents>", 2 * patch, "it holds no pos_embed, and no config.json is "
-                "beside it: set input_size=, such as 32 for images of 256 pixels")
-        if (side := sizes["input_size"] // patch) ** 2 * width > MOST_POSITIONS:
-            raise ValueError(f"latents of side {sizes['input_size']} would have {side**2:,} tokens: set input_size=, "
-                             f"or correct sample_size in the config.json beside it")
-        state["pos_embed"] = sincos_2d(width, side)
-    counts = [*found.get("num_classes", ()), *found.get("num_embeds_ada_norm", ())]
+    state = {key: value for key, value in networks[chosen].items() if not BESIDE.match(key)}
+    dropped = sorted({key.partition(".")[0] for key in networks[chosen] if key not in state})
+    statistics = [state.pop(key).double() for key in OF_LATENTS] if {*OF_LATENTS} <= state.keys() else []
+    if name == "diffusers":
+        state, num_heads = from_diffusers(state, *found["sample_size"]), num_heads or found["num_attention_heads"][0]
+    if name == "repa":
+        state = continued(state)
+    if not num_heads and "feat_rope.freqs_cos" in state:
+        num_heads = len(state["x_embedder.proj.weight"]) // state["feat_rope.freqs_cos"].shape[-1]
+    counts = [*found["num_classes"], *found["num_embeds_ada_norm"]]
     classes = count_classes(len(state.get("y_embedder.embedding_table.weight", ())), num_classes, counts)
     try:
-        network = infer_architecture(state, sizes.get("num_heads"), classes)
+        network = infer_architecture(state, num_heads, classes)
     except ValueError as error:
         if "set num_heads=" not in str(error):
             raise
-        network = infer_architecture(state, needed(words, "num_heads", "<heads>", 1, str(error)), classes)
+        raise Untyped("num_heads", "<heads>", 1, str(error)) from error
     outputs, channels = 1 + network["learn_sigma"], network["in_channels"]
     if network["block"] not in form.blocks or outputs not in form.outputs:
         raise ValueError(f"it has the blocks of {network['block']}, and {outputs} output channels for each of its "
                          f"{channels}, unlike this format")
-    if (side := sizes.get("input_size", network["input_size"])) != network["input_size"]:
-        raise ValueError(f"input_size={side} does not fit its tensors, which have {network['input_size']}")
     if name == "lightningdit":
-        state = without_tables(state, network, found)
+        state = without_tables(state, network)
     fit(state, network, "it")
     if form.backwards and network["learn_sigma"]:
         dropped.append("the second half of the last layer")
     if form.diffusion is diffusion is None:
-        needed(words, "diffusion", f"<{'|'.join(DIFFUSIONS)}>", None,
-               "it does not record its diffusion: set diffusion= as its run had it")
+        raise Untyped("diffusion", f"<{'|'.join(DIFFUSIONS)}>", {"name": "edm"},
+                      "it does not record its diffusion: set diffusion= as its run had it")
 
-    usual = str(pipeline / "vae") if pipeline else "sd_vae_mse" if found.get("vae") == ["mse"] else form.autoencoder
-    if not autoencoder and (not form.autoencoder or channels != 4 or mean is not None):
-        autoencoder = needed(words, "autoencoder", "<what decodes its latents, or none>", "none",
-                             f"its latents of {channels} channels may be any autoencoder's: set autoencoder= to what "
-                             f"decodes them (docs/data.md), or to none")
-    autoencoder = autoencoder or usual
+    pipeline = file.parent.parent if len(configs) > 1 else None
+    if form.autoencoder and channels == 4 and not statistics:
+        autoencoder = autoencoder or (str(pipeline / "vae") if pipeline else
+                                      "sd_vae_mse" if found["vae"] == ["mse"] else form.autoencoder)
+    if not autoencoder:
+        raise Untyped("autoencoder", "<what decodes its latents, or none>", "none",
+                      f"its latents of {channels} channels may be any autoencoder's: set autoencoder= to what decodes "
+                      f"them (docs/data.md), or to none")
     convention = own_convention(autoencoder) or Convention()
-    if mean is not None and variance is not None:
-        convention = Convention(latents_mean=tuple(mean.double().tolist()),
-                                latents_std=tuple(variance.double().sqrt().tolist()))
+    if statistics:
+        mean, variance = statistics
+        convention = Convention(latents_mean=tuple(mean.tolist()), latents_std=tuple(variance.sqrt().tolist()))
     convention.require(channels, f"autoencoder={autoencoder}")
-    labels = read_json(pipeline / "model_index.json").get("id2label") if pipeline else None
+    labels = found["id2label"][0] if pipeline and found["id2label"] else None
     names = [str(labels.get(str(i), i)) for i in range(network["num_classes"])] if labels else None
     return Foreign(form, state, network, chosen, [key for key in networks if key != chosen], dropped, autoencoder,
                    convention, names)
@@ -389,15 +363,14 @@ def read(
 # ---- what to type ---------------------------------------------------------------------------------------------------
 
 
-def choices(file: Path, content: object) -> list[str]:
-    """Lists the formats that a file fits, each with the settings to type and what it would mean."""
-    fitting = []
-    for name, form in FORMATS.items():
-        words = [f"format={name}"]
-        with contextlib.suppress(ValueError):
-            if read(file, content, name, words=words).network["block"] == form.blocks[0] or name == "ours":
-                fitting.append(f"{' '.join(words)} ({form.meaning})")
-    return fitting
+def words_to_type(file: Path, content: Any, name: FormatName, **typed: Any) -> list[str]:
+    """Lists the settings that must be typed beside the format; raises ValueError for another format's file."""
+    try:
+        read(file, content, name, **typed)
+        return []
+    except Untyped as untyped:
+        more = {untyped.setting: untyped.stand_in}
+        return [f"{untyped.setting}={untyped.shown}", *words_to_type(file, content, name, **typed, **more)]
 
 
 def how_to_import(source: Path) -> str:
@@ -407,11 +380,17 @@ def how_to_import(source: Path) -> str:
         file = find_file(source)
         with as_recorded(file):
             content = read_tensors(file)
-            if not (fitting := choices(file, content)):
-                read(file, content, "sit")
-                raise ValueError("its tensors are those of no format that can be imported")
+            fitting, reasons = [], {}
+            for name, form in FORMATS.items():
+                try:
+                    words = [f"format={name}", *words_to_type(file, content, name)]
+                    fitting.append(f"{' '.join(words)} ({form.meaning})")
+                except ValueError as error:
+                    reasons[name] = error
+            if not fitting:
+                raise reasons["diffusers" if str(reasons["sit"]) == OTHER_NAMES else "sit"]
     except ValueError as error:
-        return f"{source} is no run, no checkpoint folder and nothing to import: {str(error).rstrip('.')}."
+        return f"{source} holds no checkpoint yet, and nothing to import: {str(error).rstrip('.')}."
     which = fitting[0] if len(fitting) == 1 else f"and one of {'; '.join(fitting)}"
     return (f"{source} is not a checkpoint of this project. Import it once: {COMMAND} source={file} out={out} {which}. "
             f"Then name {out}.")

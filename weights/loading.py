@@ -4,8 +4,9 @@
 """
 
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -15,83 +16,43 @@ from dit import DiT
 from edm import EDM
 from rf import RF
 from runtime import ranks
-from runtime.schema import read_record
 from weights import checkpoint as checkpoints
 from weights.averages import weights_name
+from weights.checkpoint import Checkpoint
 from weights.foreign import COMMAND, how_to_import
-from weights.reading import SUFFIXES, check_finite, from_hub, how_to_download, read_tensors
-from weights.records import CheckpointRecord, build_diffusion, fit
+from weights.reading import check_finite, from_hub, how_to_download, is_repository, read_tensors
+from weights.records import build_diffusion, fit
 
 # ---- finding weights ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """The weights file that a path names, its folder, and the content of its meta.json, which has the file's hash."""
-
-    file: Path
-    folder: Path
-    meta: dict
-
-    @cached_property
-    def record(self) -> CheckpointRecord:
-        """What meta.json records about the weights; raises ValueError if it describes none."""
-        return read_record(CheckpointRecord, self.folder / "meta.json", "It does not describe a checkpoint; move the "
-                           "weights elsewhere.", self.meta)
-
-    @property
-    def sha256(self) -> str:
-        """The file's hash, even after training has pruned it."""
-        return self.meta["files"][self.file.name]["sha256"]
-
-    @property
-    def run(self) -> Path | None:
-        """The run that the checkpoint belongs to, if any."""
-        return checkpoints.run_of(self.folder)
-
-    @property
-    def source(self) -> dict:
-        """The fields of results that say which weights these are."""
-        imported = {"imported": self.record.imported.model_dump()} if self.record.imported else {}
-        return {"checkpoint": str(self.folder), "step": self.record.step, "weights_sha256": self.sha256, **imported}
 
 
 def find_checkpoint(path: str | Path, weights: str | None = None) -> Checkpoint:
     """Finds the weights that a path or a name of the Hugging Face Hub means; waits for no other rank.
 
-    A path is a run (its newest checkpoint), a checkpoint folder or a file in one, and comes before the Hub. A
-    checkpoint holds several networks, each in `<weights>.safetensors`: ema, the average (the default), other averages,
-    and model. Its file is read to check its hash. Raises ValueError, with what to type, for anything else.
+    A path is a run (its newest checkpoint) or a checkpoint folder, and comes before the Hub. A checkpoint holds several
+    networks, each in `<weights>.safetensors`: ema, the average (the default), other averages, and model. Its file is
+    read to check its hash. Raises ValueError, with what to type, for anything else.
     """
-    place, name = Path(path), file_name(weights)
+    place, name = Path(path), weights_name(weights or "ema")
     if place.is_file() and (place.parent / "meta.json").is_file():
-        if weights not in (None, place.stem):
-            raise ValueError(f"{place} holds weights={place.stem}, not weights={weights}.")
-        return open_checkpoint(place.parent, place.name)
+        raise ValueError(f"{place} is one file of a checkpoint: name {place.parent}, with weights={place.stem}.")
     if (place / "meta.json").is_file():
         return open_checkpoint(place, name)
-    if (place / "checkpoints").is_dir():
-        if newest := latest_checkpoint(place, (name,)):
-            return open_checkpoint(newest[0], name, newest[1])
-        if not any(file.suffix in SUFFIXES for file in (place / "checkpoints").iterdir()):
-            raise ValueError(f"The run {place} has saved no checkpoint yet; wait for its first save.")
+    if newest := latest_checkpoint(place, (f"{name}.safetensors",)):
+        return open_checkpoint(newest[0], name, newest[1])
     if place.exists():
         raise ValueError(how_to_import(place))
-    to_type = how_to_download(str(path))
-    if len(place.parts) == 2 and "@" not in str(path) and to_type:  # user/name
-        to_type += (f" If it has no meta.json there, as weights of other code, import that folder by `{COMMAND} "
-                    f"source=./{place.name} out=weights/{place.name}`.")
-        return open_checkpoint(from_hub(str(path), "meta.json", name, remedy=to_type), name)
-    raise ValueError(f"There is no run and no checkpoint folder at {path}. Training keeps the newest "
-                     f"checkpoint.keep_last. Name runs/<name> or runs/<name>/checkpoints/step-….{to_type}")
+    if is_repository(str(path)):
+        remedy = (f"{how_to_download(str(path))} If it has no meta.json there, as weights of other code, import that "
+                  f"folder by `{COMMAND} source=./{place.name} out=weights/{place.name}`.")
+        return open_checkpoint(from_hub(str(path), "meta.json", f"{name}.safetensors", remedy=remedy), name)
+    raise ValueError(f"There is no run and no checkpoint folder at {path}: name runs/<name> or "
+                     f"runs/<name>/checkpoints/step-….{how_to_download(str(path))}")
 
 
-def file_name(weights: str | None) -> str:
-    return f"{weights_name(weights or 'ema')}.safetensors"
-
-
-def open_checkpoint(folder: Path, name: str, meta: dict | None = None) -> Checkpoint:
-    """Returns a checkpoint's file, which is checked unless `meta` is given; raises ValueError if there is none."""
+def open_checkpoint(folder: Path, weights: str, meta: dict[str, Any] | None = None) -> Checkpoint:
+    """Opens a network of a checkpoint, whose file is checked unless `meta` is given; raises ValueError for none."""
+    name = f"{weights}.safetensors"
     try:
         meta = meta or checkpoints.check(folder, (name,))
     except (ValueError, OSError) as error:
@@ -99,7 +60,7 @@ def open_checkpoint(folder: Path, name: str, meta: dict | None = None) -> Checkp
     if name not in meta["files"]:
         stems = [file.removesuffix(".safetensors") for file in sorted(meta["files"]) if file != "training.safetensors"]
         raise ValueError(f"{folder} holds no {name}: set weights= to one of {', '.join(stems)}.")
-    return Checkpoint(folder / name, folder, meta)
+    return Checkpoint(folder, meta, weights)
 
 
 def find_on_main_rank(
@@ -111,7 +72,7 @@ def find_on_main_rank(
     return checkpoint
 
 
-def latest_checkpoint(run: Path, names: tuple[str, ...] | None = None) -> tuple[Path, dict] | None:
+def latest_checkpoint(run: Path, names: tuple[str, ...] | None = None) -> tuple[Path, dict[str, Any]] | None:
     """Returns a run's latest complete checkpoint and its meta.json, or None without any; raises if all are damaged."""
     newest = checkpoints.read_latest(run, names)
     if newest is None and checkpoints.all_steps(run):
@@ -137,7 +98,7 @@ class Trained:
     classes: list[int]              # of its training images
     step: int | None
     weights: str                    # ema, model, ema-0.999 …
-    recorded: dict                  # `network` and `diffusion` as plain keywords
+    recorded: dict[str, Any]        # `network` and `diffusion` as plain keywords
 
 
 def other_data(trained: Trained, class_names: list[str] | None, convention: Convention) -> list[str]:
@@ -173,5 +134,5 @@ def load_trained(
     return Trained(
         checkpoint, net, build_diffusion(record.diffusion), autoencoder or data.autoencoder,
         Convention.read(data.convention.model_dump()), data.class_names, data.display_names or data.class_names,
-        data.classes or list(range(net.num_classes)), record.step, checkpoint.file.stem,
+        data.classes or list(range(net.num_classes)), record.step, checkpoint.weights,
         {"network": record.network, "diffusion": record.diffusion})

@@ -2,10 +2,12 @@
 
 import argparse
 import importlib
+import inspect
 import re
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -20,53 +22,46 @@ PYTHON = "python:"  # python:module.function
 MOST_PICKLED = 2**23  # bytes of the pickle in a .pt, each of which may become a list; 1,000 tensors take 200,000
 
 
-# A repository of the Hugging Face Hub, user/name: before it its address, after it a revision and a place inside it.
-REPOSITORY = re.compile(r"(?P<address>https?://(?:huggingface\.co|hf\.co)/|hf://)?(?P<repo>\w[\w.-]*/\w[\w.-]*)"
-                        r"(?:(?:@|/(?:tree|blob|resolve)/)(?P<revision>[\w.-]+))?(?:/(?P<inside>[^?#]+?))?/?(?:[?#].*)?")
+def is_repository(name: str) -> bool:
+    """True for user/name, as on the Hugging Face Hub, unless it is a file's or there is a folder `user` here."""
+    is_path = name.endswith(SUFFIXES) or Path(name).parent.exists()
+    return not is_path and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) is not None
 
 
 def how_to_download(name: str, *patterns: str) -> str:
-    """Writes how to download what a name or an address means: all of it, or its files of these patterns.
-
-    Returns an empty string for what can be neither, such as a path in a folder that is here.
-    """
-    match = REPOSITORY.fullmatch(name)
-    if not match or not match["address"] and (name.endswith(SUFFIXES) or Path(match["repo"]).parent.exists()):
-        return " Download the file, then name it." if "://" in name else ""
-    _, repo, revision, inside = match.groups()
+    """Writes how to download a repository of the Hub, or its files of these patterns; "" for a path that is here."""
+    if len(Path(name).parts) < 2 or Path(Path(name).parts[0]).exists():
+        return ""
+    repo = name if is_repository(name) else "<user>/<name>"
+    more = "" if is_repository(name) else " [--revision <revision>] [--include '<folder>/*']"
+    include = "".join(f" --include '{pattern}'" for pattern in patterns)
     folder = repo.partition("/")[2]
-    patterns = [inside if inside.endswith(SUFFIXES) else f"{inside}/*"] if inside else patterns
-    options = [f"--include '{pattern}'" for pattern in patterns] + ([f"--revision {revision}"] if revision else [])
-    return (f" If {repo} is on the Hugging Face Hub, run (with internet) `{' '.join(['hf download', repo, *options])} "
-            f"--local-dir {folder}`, then name ./{Path(folder, inside or '')} instead.")
+    return (f" If it is on the Hugging Face Hub, run (with internet) `hf download {repo}{include}{more} --local-dir "
+            f"{folder}`, then name ./{folder} instead.")
 
 
 def from_hub(repo: str, *names: str, remedy: str) -> Path:
     """Returns the folder with files of a Hugging Face repository, downloaded once; raises ValueError with a remedy."""
     from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
-    empty: list[Path] = []  # which a full disk or a power cut leaves in the cache
-    for cached_only in (True, False):  # files in the cache need no network
-        try:
-            found = [Path(hf_hub_download(repo, name, local_files_only=cached_only, force_download=bool(empty)))
-                     for name in names]
-            if not (empty := [file for file in found if not file.stat().st_size]):
-                return found[-1].parent
-        except Exception as error:  # huggingface_hub and its HTTP client each raise their own
-            if getattr(getattr(error, "response", None), "status_code", None) in (401, 403):
-                remedy = "check its name, run `hf auth login`, and accept the terms on its page."
-            if not cached_only:
-                why = f"{empty[0]} is empty, and " if empty else ""
-                raise ValueError(f"{why}{' and '.join(names)} of {repo} could not be downloaded from the Hugging Face "
-                                 f"Hub ({first_line(error)}): {remedy.strip()}") from error
-    raise ValueError(f"{empty[0]} is empty, as {repo} has it: {remedy.strip()}")
+    try:
+        try:  # files in the cache need no network
+            found = [hf_hub_download(repo, name, local_files_only=True) for name in names]
+        except LocalEntryNotFoundError:
+            found = [hf_hub_download(repo, name) for name in names]
+    except Exception as error:  # huggingface_hub and its HTTP client each raise their own
+        if getattr(getattr(error, "response", None), "status_code", None) in (401, 403):
+            remedy = "check its name, run `hf auth login`, and accept the terms on its page."
+        raise ValueError(f"{' and '.join(names)} of {repo} could not be downloaded from the Hugging Face Hub "
+                         f"({first_line(error)}): {remedy.strip()}") from error
+    return Path(found[-1]).parent
 
 
-def read_tensors(file: Path) -> object:
+def read_tensors(file: Path) -> Any:
     """Reads a .safetensors file, or a .pt or .ckpt of tensors and plain values; no code in it is run.
 
-    Tensors are ordinary ones, with no more elements than their storage, in nested dicts and lists. Text and numbers are
-    kept, and of anything else only the name of its type.
+    Raises ValueError for any other file, and for a tensor with more elements than its storage.
     """
     refuse_pointer(file)
     with reading(file, "a file of weights", "copy it again, or save its state dict as .safetensors where it was made"):
@@ -77,7 +72,34 @@ def read_tensors(file: Path) -> object:
             check_archive(file)
         # DiT's train.py saves an argparse.Namespace with the weights: a bag of plain values, safe to build.
         with torch.serialization.safe_globals([argparse.Namespace]):
-            return plain(torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip), {})
+            content = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
+        for _, value in entries([content]):
+            if isinstance(value, Tensor):
+                check_stored(value)
+        return content
+
+
+def entries(content: object) -> Iterator[tuple[object, object]]:
+    """Yields the names and values in dictionaries, lists and argparse's namespaces, at any depth."""
+    waiting, seen = [content], set[int]()
+    while waiting:
+        node = waiting.pop()
+        if id(node) not in seen:  # one may lie in many places, or in itself
+            seen.add(id(node))
+            node = vars(node) if isinstance(node, argparse.Namespace) else node
+            items = [*(node.items() if isinstance(node, Mapping) else
+                       enumerate(node) if isinstance(node, list | tuple) else ())]
+            waiting += [value for _, value in items]
+            yield from items
+
+
+def check_stored(tensor: Tensor) -> None:
+    """Raises ValueError for a tensor without values of its own, or with more elements than are stored."""
+    shape = tuple(tensor.shape)
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized or tensor.is_nested:
+        raise ValueError(f"it holds a tensor of {shape} that is sparse, quantized or without values")
+    if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+        raise ValueError(f"it holds a tensor of {shape}, which has more elements than are stored")
 
 
 def check_archive(file: Path) -> None:
@@ -91,32 +113,6 @@ def check_archive(file: Path) -> None:
             raise ValueError(f"{info.filename} has {info.file_size:,} bytes, more than {MOST_PICKLED:,}")
 
 
-def plain(value: object, seen: dict[int, object]) -> object:
-    """Keeps dicts, lists, tensors, text and numbers of what a pickle held; raises ValueError for a tensor that lies.
-
-    `seen` has what was converted before, as one object may lie in many places, or in itself.
-    """
-    if isinstance(value, argparse.Namespace):
-        value = vars(value)
-    if isinstance(value, torch.Tensor):
-        if value.layout != torch.strided or value.is_meta or value.is_quantized or value.is_nested:
-            raise ValueError(f"it holds a tensor of {tuple(value.shape)} that is sparse, quantized or without values")
-        if value.numel() * value.element_size() > value.untyped_storage().nbytes():
-            raise ValueError(f"it holds a tensor of {tuple(value.shape)}, which has more elements than are stored")
-        return value
-    if isinstance(value, Mapping | list | tuple):
-        if id(value) not in seen:  # while its items are converted, it may be met again
-            seen[id(value)] = kept = {} if isinstance(value, Mapping) else []
-            if isinstance(value, Mapping):
-                kept.update((key, plain(item, seen)) for key, item in value.items())
-            else:
-                kept.extend(plain(item, seen) for item in value)
-        return seen[id(value)]
-    if value is None or isinstance(value, str | bool | int | float):
-        return value
-    return type(value).__name__
-
-
 def check_finite(state: Mapping[str, Tensor], whose: object) -> None:
     """Raises ValueError for values that are not finite."""
     if damaged := [key for key, value in state.items() if not value.isfinite().all()]:
@@ -124,7 +120,7 @@ def check_finite(state: Mapping[str, Tensor], whose: object) -> None:
                          f"{damaged[0]} first: choose an earlier checkpoint.")
 
 
-def load_function(setting: str, name: str) -> tuple[Callable, Path]:
+def load_function(setting: str, name: str) -> tuple[Callable[..., Any], Path]:
     """Imports the function that `python:module.function` names, and returns it and its module's file.
 
     This runs the module's code, so the name must be the user's own, not a file's. Raises ValueError with the setting if
@@ -133,7 +129,7 @@ def load_function(setting: str, name: str) -> tuple[Callable, Path]:
     module, _, function = name.removeprefix(PYTHON).rpartition(".")
     try:
         imported = importlib.import_module(module)
-        return getattr(imported, function), Path(imported.__file__)
-    except (ImportError, AttributeError, ValueError) as error:
+        return getattr(imported, function), Path(inspect.getfile(imported))
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{setting}={name} is not python:module.function with a module that Python can import "
                          f"({error}): start the command with PYTHONPATH=<the folder of the module's file>.") from error

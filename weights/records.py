@@ -34,6 +34,7 @@ from runtime.schema import (
 
 DIFFUSIONS = {"edm": EDM, "ddpm": DDPM, "rf": RF}
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+Plain = dict[str, Any]
 ROUTER_DEFAULTS = asdict(Router())  # for a record without them
 
 
@@ -41,22 +42,26 @@ class Keywords(Settings):
     model_config = ConfigDict(allow_inf_nan=False)
 
 
-def keywords(*kinds: type, **others: Any) -> type[Keywords]:
+def keywords(*kinds: Callable[..., Any], **others: Any) -> type[Keywords]:
     """Declares constructors' keywords by their signatures' types and defaults; `others` replaces or drops some."""
-    parameters = [one for kind in kinds for one in inspect.signature(kind).parameters.values()]
-    fields = {one.name: (Any if one.annotation is one.empty else one.annotation,
-                         ... if one.default is one.empty else one.default) for one in parameters}
+    parameters = [parameter for kind in kinds for parameter in inspect.signature(kind).parameters.values()]
+    fields: dict[str, Any] = {parameter.name: (
+        Any if parameter.annotation is parameter.empty else parameter.annotation,
+        ... if parameter.default is parameter.empty else parameter.default) for parameter in parameters}
     fields = {name: field for name, field in (fields | others).items() if field}
     return create_model("Keywords", __base__=Keywords, **fields)
 
 
-def settings_of(kind: Callable, **others: Any) -> type[Keywords]:
+def settings_of(kind: Callable[..., Any], **others: Any) -> type[Keywords]:
     """Declares the settings of an extension: its parameters that are given by name alone, and `others`."""
     by_place = inspect.signature(kind).parameters.keys() - extensions.keywords_of(kind).keys()
     return keywords(kind, **{**dict.fromkeys(by_place), **others})
 
 
-RouteSettings = keywords(Route)  # `resolve_routes` checks the ranges
+class RouteSettings(keywords(Route)):  # type: ignore[misc]  # made from a signature
+    """A route's keywords; `resolve_routes` checks their ranges."""
+
+
 When = Annotated[float, Field(gt=0, lt=1)] | Count  # a fraction of a run's steps, or a step
 
 
@@ -101,20 +106,20 @@ class ImportRecord(Record):
 class CheckpointRecord(Record):
     """What meta.json must contain for a checkpoint to be sampled."""
 
-    network: dict
-    diffusion: dict
+    network: Plain
+    diffusion: Plain
     data: DataRecord
     step: NonNegativeInt | None
     null_label: bool                    # whether label dropout has trained it
     imported: ImportRecord | None = None  # None: a run has trained it here
 
 
-def read_network(network: dict) -> dict:
+def read_network(network: Plain) -> Plain:
     """Completes a network's keywords with defaults; raises ValueError for those that do not fit."""
     return read(NetworkRecord, network, "A network's record: ").model_dump()
 
 
-def architecture(network: dict) -> dict:
+def architecture(network: Plain) -> Plain:
     """Returns the keywords of a network that its weights depend on; raises ValueError for keywords that do not fit."""
     complete = read_network(network)
     if complete["fusion"]:  # its weights depend only on the blocks of the route
@@ -123,7 +128,7 @@ def architecture(network: dict) -> dict:
     return {key: value for key, value in complete.items() if key not in ("routes", "init", *ROUTER_DEFAULTS)}
 
 
-def build_network(network: dict) -> DiT:
+def build_network(network: Plain) -> DiT:
     """Builds a DiT from plain keywords, with `routes` as dicts; raises ValueError for keywords that do not fit."""
     complete = read_network(network)
     kind = partial(FusingRouter, complete["hidden_size"]) if complete.pop("fusion") else Router
@@ -134,12 +139,14 @@ def build_network(network: dict) -> DiT:
 class WithoutNormal(TorchFunctionMode):
     """Leaves out normal random starts: on the meta device they change nothing, and import torch's compiler (1 s)."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Plain | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         return kwargs["tensor"] if func is nn.init.normal_ else func(*args, **kwargs)
 
 
-def fit(state: Mapping[str, Tensor], network: dict, whose: object) -> DiT:
+def fit(state: Mapping[str, Tensor], network: Plain, whose: object) -> DiT:
     """Builds a network from keywords and gives it these weights; raises ValueError, with a tensor that does not fit."""
     with as_recorded(Path(str(whose))), torch.device("meta"), WithoutNormal():
         net = build_network(network)
@@ -158,18 +165,18 @@ def fit(state: Mapping[str, Tensor], network: dict, whose: object) -> DiT:
     return net
 
 
-def build_schedule(net: DiT, record: dict, seed: int) -> RouteSchedule:
+def build_schedule(net: DiT, record: Plain, seed: int) -> RouteSchedule:
     """Builds the schedule of a network's routes from its record, which is {} if they do not change."""
     settings = read(ScheduleSettings, record, "route_schedule: ").model_dump(exclude_none=True)
-    changes = [(at, resolve_routes([Route(**route) for route in routes], len(net.blocks)))
-               for at, routes in settings.pop("changes", ())]
+    changes = tuple((at, resolve_routes([Route(**route) for route in routes], len(net.blocks)))
+                    for at, routes in settings.pop("changes", ()))
     schedule = RouteSchedule(net.routes, **settings, changes=changes, seed=seed)
     for routes in schedule.every:
         net.router.active_routes(resolve_routes(routes, len(net.blocks)), net.routes)
     return schedule
 
 
-def diffusion_keywords(diffusion: dict) -> dict:
+def diffusion_keywords(diffusion: Plain) -> Plain:
     """Completes a diffusion's name and keywords with defaults; raises ValueError for those that do not fit."""
     name = diffusion.get("name")
     choices = [*DIFFUSIONS, *extensions.names("diffusions")]
@@ -183,7 +190,7 @@ def diffusion_class(name: str) -> type:
     return DIFFUSIONS.get(name) or extensions.find("diffusions", name)
 
 
-def build_diffusion(diffusion: dict) -> EDM | RF:
+def build_diffusion(diffusion: Plain) -> EDM | RF:
     """Builds a diffusion from its name and keywords; raises ValueError for those that do not fit."""
     complete = diffusion_keywords(diffusion)
     return diffusion_class(complete.pop("name"))(**complete)

@@ -204,8 +204,8 @@ def test_a_command_prints_only_its_own_lines_and_imports_nothing_heavy(run, tmp_
 def test_grids_are_named_by_the_weights_file_whose_hash_is_known_although_training_has_pruned_it(run, tmp_path):
     copy = shutil.copytree(run, tmp_path / "copy")
     folder = copy / "checkpoints/step-00000002"
-    for path in (copy, folder / "model.safetensors"):
-        sample(path, None, "seeds=0")
+    for weights in ("ema", "model"):
+        sample(copy, None, "seeds=0", f"weights={weights}")
     assert {path.name for path in (copy / "samples").iterdir()} == {
         f"step-00000002-{name}-num_steps1-seeds0.png" for name in ("ema", "model")}
     pruned = load_trained(folder.with_name("step-00000001"))

@@ -375,21 +375,6 @@ def test_what_would_be_read_wrongly_is_refused_before_anything_is_written(tmp_pa
     assert not (tmp_path / "out").exists()
 
 
-def test_the_lines_that_rewrite_pickles_one_trusts_make_tars_that_are_read(tmp_path, monkeypatch):
-    import pickle
-    import re
-
-    values, page = log_moments(), (ROOT / "docs/interop.md").read_text()
-    put_tar(tmp_path / "latent_imagenet_512_train-0000.tar",
-            {f"{i:07d}.{key}": content for i in range(COUNT) for key, content in
-             (("latent", pickle.dumps(values[i])), ("cls", str(LABELS[i]).encode()))})
-    monkeypatch.chdir(tmp_path)
-    [code] = [lines for lines in re.findall(r"```python\n(.*?)```", page, flags=re.S) if "pickle" in lines]
-    exec(compile(code, "docs/interop.md", "exec"), {})
-    arrays = import_latents("rewritten", tmp_path / "out", "tread", kind="moments")[1]
-    assert np.array_equal(arrays["latents"][:, :4], (values[:, :4] * SCALE).astype(np.float16))
-
-
 def test_the_lines_that_rewrite_mars_cache_make_tars_that_are_read(tmp_path, monkeypatch):
     """LTH14/mar#52: main_cache.py's moments and moments_flip, [mean, log-variance] of 16 channels, scaled by 0.2325."""
     import re

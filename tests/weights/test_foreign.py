@@ -1,7 +1,6 @@
 """Others' weights become networks of ours or are refused, and samplers return published numbers (tests/published)."""
 
 import argparse
-import itertools
 import json
 import re
 from pathlib import Path
@@ -90,14 +89,14 @@ def published_file(form: str, folder, state: dict | None = None):
     if form == "diffusers":
         path = folder / "diffusion_pytorch_model.safetensors"
         save_file(ema, path)
+        (folder / "config.json").write_text('{"sample_size": 8, "num_attention_heads": 4}')
     else:
         torch.save(content, path)
     return path
 
 
 def loaded(form: str, folder, state: dict | None = None) -> Trained:
-    sizes = {"input_size": 8} if form == "diffusers" else {}
-    return imported(published_file(form, folder, state), form.partition(",")[0], **sizes)
+    return imported(published_file(form, folder, state), form.partition(",")[0])
 
 
 def under(prefix: str, state: dict) -> dict:
@@ -109,18 +108,6 @@ def without(state: dict, part: str) -> dict:
 
 
 # ---- published files ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("form", FORMS)
-@torch.no_grad()
-def test_the_velocity_of_a_published_file_is_ours_after_the_import(form, tmp_path):
-    case = {"sit": SIT, "lightningdit": {"velocity": LIGHTNING["forward"][0]}}.get(form, REPA)["velocity"]
-    trained = loaded(form, tmp_path)
-    assert type(trained.diffusion) is RF and trained.checkpoint.record.imported.weights == "ema"
-    assert (trained.net.in_channels, trained.net.out_channels, trained.weights) == (4, 4, "ema")
-    sign, t = (1, torch.tensor(case["t"])) if "repa" in form else (-1, 1 - torch.tensor(case["t"]))
-    v = RF().velocity(trained.net, wave(case["shape"], amplitude=1.4), t, torch.tensor(case["y"]))
-    assert_equal(sign * v, case["out"])
 
 
 @pytest.mark.parametrize("form", [*FORMS, "dit", "tread", "diffusers"])
@@ -145,7 +132,7 @@ def test_what_a_format_carries_beside_its_network_is_dropped_by_name(form, tmp_p
     plain = {key: value for key, value in plain.items() if not key.startswith("projectors.")}
     one, other = loaded(form.partition(",")[0], tmp_path, plain), loaded(form, tmp_path, more | beside)
     dropped = other.checkpoint.record.imported.dropped
-    assert {"projectors.*", "vae.*", "num_updates"} <= {name.partition(" (")[0] for name in dropped}
+    assert {"projectors", "vae", "num_updates"} <= {*dropped}
     assert (one.checkpoint.record.imported.dropped == []) == (form != "sit")
     assert all(torch.equal(value, other.net.state_dict()[key]) for key, value in one.net.state_dict().items())
 
@@ -160,33 +147,11 @@ def test_the_statistics_in_repa_es_file_are_the_convention_of_its_latents(tmp_pa
     assert convention.latents_mean == (0.5, -1.0, 0.0, 2.0) and convention.latents_std == (2.0, 0.5, 1.0, 3.0)
 
 
-def lightning(rope: bool, swiglu: bool, rmsnorm: bool, qknorm: bool) -> dict:
-    """The tensors of a LightningDiT with these switches."""
-    block, plain = (filled(DiT(**TINY_LIGHTNING | {"block": name, "qk_norm": qknorm})).state_dict()
-                    for name in ("lightning", "dit"))
-    state = {key: value for key, value in (block if swiglu else plain).items() if "norm" not in key}
-    normed = block if rmsnorm else plain
-    return state | {key: normed[key] for key in normed if "norm" in key} | (tables() if rope else {})
-
-
-@pytest.mark.parametrize("switches", itertools.product([True, False], repeat=4), ids=str)
-def test_each_switch_of_lightningdit_is_in_the_network_or_its_tensor_is_named(switches, tmp_path):
-    rope, swiglu, rmsnorm, _ = switches
-    save_file(lightning(*switches), tmp_path / "x.safetensors")
-    supported = {(True, True, True): "lightning", (False, False, False): "dit"}
-    if block := supported.get((rope, swiglu, rmsnorm)):
-        assert imported(tmp_path / "x.safetensors", "lightningdit").recorded["network"]["block"] == block
-    else:
-        with pytest.raises(ValueError, match=r"feat_rope.*norm1\.weight.*use_rope, use_swiglu and use_rmsnorm"):
-            imported(tmp_path / "x.safetensors", "lightningdit")
-
-
-def test_lightningdit_without_shifts_or_with_a_rope_that_its_file_lacks_is_refused(tmp_path):
+def test_lightningdit_without_shifts_is_refused(tmp_path):
     state = weights_of("lightningdit")
     thirds = {key: value[:256] for key, value in state.items() if key.startswith("blocks.") and "adaLN" in key}
     for content, says in (({"ema": state | thirds}, "adaLN_modulation.1"),
-                          ({"ema": state, "config": {"model": {"wo_shift": True}}}, "wo_shift=True"),
-                          ({"ema": lightning(False, False, False, False), "config": {"use_rope": True}}, "use_rope")):
+                          ({"ema": state, "config": {"model": {"wo_shift": True}}}, "wo_shift=True")):
         torch.save(content, tmp_path / "x.pt")
         with pytest.raises(ValueError, match=says):
             imported(tmp_path / "x.pt", "lightningdit")
@@ -197,7 +162,7 @@ def test_lightningdit_without_shifts_or_with_a_rope_that_its_file_lacks_is_refus
     ({key: -value for key, value in tables().items()}, 4)])
 def test_other_angles_than_our_blocks_compute_are_refused(angles, heads, tmp_path):
     torch.save({"ema": without(weights_of("lightningdit"), "feat_rope") | angles}, tmp_path / "x.pt")
-    with pytest.raises(ValueError, match=f"feat_rope for other angles than {heads} heads and 4 x 4 tokens"):
+    with pytest.raises(ValueError, match=f"for other angles than {heads} heads and 4 x 4 tokens"):
         imported(tmp_path / "x.pt", "lightningdit", num_heads=heads)
 
 
@@ -285,8 +250,8 @@ LITEMA = under("model.", RAW) | {"model_ema.decay": torch.tensor(0.9)} | under("
     ({"ema_0.99": RAW, "ema_0.9999": EMA}, "ema_0.9999", EMA, "weights=ema_0.9999"),
     (under("ema_model.module.", EMA) | under("online_model.", RAW) | {"step": torch.tensor(3)}, "ema_model", EMA, ""),
     ({"state_dict": under("net.", RAW), "epoch": 3}, None, RAW, "weights=state_dict.net"),
-    ({"state_dict": under("model.", RAW) | under("vae.", {"conv.weight": torch.zeros(3)})}, None, RAW, "vae.* (1"),
-    ({"state_dict": LITEMA}, "state_dict.model", RAW, "without model_ema.* ("),
+    ({"state_dict": under("model.", RAW) | under("vae.", {"conv.weight": torch.zeros(3)})}, None, RAW, "without vae"),
+    ({"state_dict": LITEMA}, "state_dict.model", RAW, "without model_ema"),
     ({"module": RAW, "ds_version": "0.16.2"}, None, RAW, ""),  # DeepSpeed, stage 2 (Tencent-Hunyuan/HunyuanDiT#107)
     ({"n_averaged": torch.tensor(7)} | under("module.", EMA), None, EMA, "its only weights"),
     *((under(prefix, CHECKPOINTED), None, RAW, "") for prefix in (
@@ -321,7 +286,7 @@ def test_the_network_that_is_meant_is_read(content, weights, expected, says, is_
     ({**RAW, "pos_embed": RAW["pos_embed"] / 0}, None, "not finite in 1 of .* tensors, pos_embed"),
     # ByteDance-Seed/Bagel#160: a frozen part is missing in the average; the raw weights must not fill it up.
     ({"model": RAW, "ema": without(EMA, "t_embedder")}, None, "lacks the tensor t_embedder.mlp.0.bias and 3 more"),
-    ({"model": RAW, "ema": without(EMA, "pos_embed")}, None, "no pos_embed.*set input_size="),
+    ({"model": RAW, "ema": without(EMA, "pos_embed")}, None, "not a DiT's: KeyError.'pos_embed'"),
     # pytorch/pytorch#94575: a loader that is not strict ignores keys and samples another network.
     (under("net.", RAW) | {"mean": torch.zeros(4)}, None, "has the tensor mean"),
     (under("net.", RAW) | {"scale": torch.tensor(0.5)}, None, "has the tensor scale"),
@@ -336,16 +301,8 @@ def test_what_could_be_read_in_two_ways_or_not_completely_is_refused(content, we
     assert "\n" not in str(refused.value) and {path.name for path in tmp_path.iterdir()} == {"x.pt"}
 
 
-@pytest.mark.parametrize("form", ["repa", "tread", "diffusers"])
-def test_a_format_without_such_tensors_is_refused(form, tmp_path):
-    torch.save(RAW, tmp_path / "x.pt")  # noise and its variance
-    with pytest.raises(ValueError, match="unlike this format|other names|feat_rope"):
-        imported(tmp_path / "x.pt", form)
-
-
-@pytest.mark.parametrize("load, name", [
-    (imported, "x.safetensors"), (imported, "x.pt"), (imported, "folder/model.safetensors"),
-    (load_autoencoder, "ldm.ckpt"), (load_autoencoder, "vae/diffusion_pytorch_model.safetensors")])
+@pytest.mark.parametrize("load, name", [(imported, "x.pt"), (imported, "folder/model.safetensors"),
+                                        (load_autoencoder, "vae/diffusion_pytorch_model.safetensors")])
 def test_a_pointer_of_git_lfs_is_called_one(load, name, tmp_path):
     save_vae(tmp_path / "vae", scaling_factor=0.5)
     (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -390,35 +347,13 @@ def test_diffusers_own_dit_is_read_with_and_without_its_pipeline(tmp_path):
     assert read[0].autoencoder == str(tmp_path / "whole/vae") and read[0].display_names[:2] == ["tench", "goldfish"]
     (tmp_path / "whole/transformer").rename(tmp_path / "alone")
     read.append(imported(tmp_path / "alone", "diffusers", num_heads=None))
+    read.append(imported(tmp_path / "alone/diffusion_pytorch_model.safetensors", "diffusers", num_heads=None))
     (tmp_path / "alone/config.json").unlink()
-    for typed, says in (({}, "no pos_embed.*set input_size="),
-                        ({"input_size": 8, "num_heads": None}, "set num_heads=")):
-        with pytest.raises(ValueError, match=says):
-            imported(tmp_path / "alone", "diffusers", **typed)
-    file = tmp_path / "alone/diffusion_pytorch_model.safetensors"
-    read.append(imported(file, "diffusers", input_size=8))
+    with pytest.raises(ValueError, match="its settings are in config.json: copy that beside it"):
+        imported(tmp_path / "alone", "diffusers")
     for each in read:
         assert type(each.diffusion) is DDPM and each.net.blocks[0].attn.num_heads == 4
         assert all(torch.equal(each.net.state_dict()[key], value) for key, value in RAW.items())
-
-
-@torch.no_grad()
-def test_the_noise_that_diffusers_own_class_predicts_is_ours(tmp_path):
-    import diffusers
-
-    theirs = fill(diffusers.DiTTransformer2DModel(
-        num_attention_heads=4, attention_head_dim=16, out_channels=8, num_layers=3, sample_size=8,
-        num_embeds_ada_norm=10, norm_eps=1e-6)).eval()
-    for block in theirs.transformer_blocks:  # DiT's weights were trained with frequencies 10000^(-i/128)
-        block.norm1.emb.time_proj.downscale_freq_shift = 0
-    for block in theirs.transformer_blocks[1:]:  # a DiT has one embedder
-        block.norm1.emb.load_state_dict(theirs.transformer_blocks[0].norm1.emb.state_dict())
-    theirs.save_pretrained(tmp_path / "own")
-    x, t, y = wave((2, 4, 8, 8), amplitude=1.4), torch.tensor([3, 700]), torch.tensor([4, 10])
-    expected = theirs(x, t, y).sample
-    ours = imported(tmp_path / "own", "diffusers", num_heads=None).net(x, t, y)
-    assert expected.std() > 0.1
-    torch.testing.assert_close(ours, expected, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("changes, schedule, says", [

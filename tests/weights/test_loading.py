@@ -50,8 +50,7 @@ def cached(repo: str, folder: Path) -> Path:
 
 @pytest.mark.parametrize("path, weights, file", [
     ("run", None, STEP / "ema.safetensors"), ("run", "model", STEP / "model.safetensors"),
-    (STEP, None, STEP / "ema.safetensors"), (STEP / "model.safetensors", None, STEP / "model.safetensors"),
-    (STEP / "model.safetensors", "model", STEP / "model.safetensors"),
+    (STEP, None, STEP / "ema.safetensors"),
     ("run/checkpoints/step-00000001", "model", Path("run/checkpoints/step-00000001/model.safetensors")),
     ("alone", None, Path("alone/ema.safetensors")), ("alone", "model", Path("alone/model.safetensors")),
 ])
@@ -67,24 +66,17 @@ def test_each_kind_of_path_names_one_file(path, weights, file, here, monkeypatch
     ("nowhere", None, "no run and no checkpoint folder at nowhere"), ("", "best", "weights=best is neither"),
     ("run", "ema-0.5", "step-00000002 holds no ema-0.5.safetensors: set weights= to one of ema, model"),
     ("average", None, "average holds no ema.safetensors: set weights= to one of ema-0.99"),
-    (STEP / "model.safetensors", "ema", "holds weights=model, not weights=ema"),
-    (STEP / "ema.pt", None, "holds no ema.pt: set weights= to one of ema, model"),
-    ("empty", None, "The run empty has saved no checkpoint yet"), ("damaged", None, "is damaged.*ema.safetensors is"),
+    (STEP / "model.safetensors", None, "is one file of a checkpoint: name run/.*-00000002, with weights=model"),
+    ("empty", None, "empty holds no checkpoint yet"), ("damaged", None, "is damaged.*ema.safetensors is"),
     ("theirs", None, "Import it once: python scripts/import_weights.py source=theirs/checkpoints/0400000.pt "
      "out=weights/theirs format=repa num_heads=<heads> .*Then name weights/theirs"),
     ("mine.safetensors", None, "source=mine.safetensors out=weights/mine and one of format=.*format=ours "
      "num_heads=<heads> diffusion=<edm.ddpm.rf> autoencoder=<what decodes its latents, or none>"),
-    ("notes", None, "notes is no run, no checkpoint folder and nothing to import: notes holds no weights file"),
+    ("notes", None, "notes holds no checkpoint yet, and nothing to import: notes holds no weights file"),
     ("notes/a.txt", None, "nothing to import: notes/a.txt is not a file of weights"),
-    ("run/nowhere", None, "at run/nowhere.*step-….$"),
-    ("a/b/c", None, "hf download a/b --include 'c/.' --local-dir b`, then name ./b/c"),
-    ("a/b@v1", None, "hf download a/b --revision v1 --local-dir b`, then name ./b"),
-    ("./a/b", None, r"no checkpoint folder at \./a/b.*step-….$"), ("a/b.pt", None, r"at a/b.pt.*step-….$"),
-    ("https://huggingface.co/me/x", None, "`hf download me/x --local-dir x`, then name ./x"),
-    ("hf://me/x@v1/sub", None, "hf download me/x --include 'sub/.' --revision v1 --local-dir x`, then name ./x/sub"),
-    ("https://huggingface.co/me/x/resolve/main/x.pt?download=true", None,
-     "`hf download me/x --include 'x.pt' --revision main --local-dir x`, then name ./x/x.pt"),
-    ("https://example.org/x.pt", None, "at https://example.org/x.pt.*Download the file, then name it"),
+    ("run/nowhere", None, "at run/nowhere.*step-….$"), ("/a/b", None, "at /a/b.*step-….$"),
+    *((name, None, r"`hf download <user>/<name> \[--revision <revision>\] \[--include '<folder>/\*'\] --local-dir "
+       "<name>`, then name ./<name>") for name in ("a/b/c", "a/b@v1", "https://huggingface.co/me/x/resolve/main/x.pt")),
     ("me/x", None, "^meta.json and ema.safetensors of me/x could not be downloaded .*`hf download me/x --local-dir x`"),
 ])
 def test_what_is_not_there_is_a_line_with_what_to_type(path, which, says, here):
@@ -98,7 +90,6 @@ def test_what_is_not_there_is_a_line_with_what_to_type(path, which, says, here):
     Path("notes").mkdir(), Path("notes/a.txt").write_text("mine")
     shutil.copytree(STEP, "damaged")
     Path("damaged/ema.safetensors").write_bytes(b"")
-    (STEP / "ema.pt").touch()
     with pytest.raises(ValueError, match=says) as refused:
         find_checkpoint(path or "run", which)
     assert "\n" not in str(refused.value)

@@ -6,6 +6,7 @@ A file is written as its own trainer saves it, with random weights, imported, an
 import argparse
 import math
 
+import diffusers
 import numpy as np
 import pytest
 import torch
@@ -122,7 +123,7 @@ def begin() -> tuple[SeededNoise, Tensor, Tensor]:
 
 def assert_same(ours: Tensor, theirs: Tensor) -> None:
     assert theirs.isfinite().all() and theirs.std() > 0.1
-    torch.testing.assert_close(ours / theirs.std(), theirs / theirs.std(), rtol=0, atol=2e-6)
+    torch.testing.assert_close(ours / theirs.std(), theirs / theirs.std(), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("num_steps", [10, 250])
@@ -135,6 +136,72 @@ def test_dit_by_ddpm_guided_on_three_channels(num_steps, tmp_path):
     theirs = ddpm(lambda *call: network(state, *call), noise, x, y, num_steps, 1.5)
     ours = latents(trained.checkpoint.folder, tmp_path / "x.npz", f"num_steps={num_steps}", "sampler.solver=ancestral",
                    "guidance=cfg", "scale=1.5", "channels=3")
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("num_steps", [10, 50])
+@torch.no_grad()
+def test_diffusers_own_network_and_scheduler_sample_our_latents(num_steps, tmp_path):
+    """Their class with DiT's frequencies and one epsilon in all norms; their scheduler with its schedule in float64."""
+    theirs = fill(diffusers.DiTTransformer2DModel(
+        num_attention_heads=4, attention_head_dim=16, out_channels=8, num_layers=3, sample_size=8,
+        num_embeds_ada_norm=CLASSES, norm_eps=1e-6)).eval()
+    for block in theirs.transformer_blocks:
+        block.norm1.emb.time_proj.downscale_freq_shift = 0
+        block.norm1.emb.load_state_dict(theirs.transformer_blocks[0].norm1.emb.state_dict())
+    theirs.save_pretrained(tmp_path / "x")
+    scheduler = diffusers.DDPMScheduler(variance_type="learned_range", clip_sample=False, timestep_spacing="linspace")
+    scheduler.alphas_cumprod = (1 - torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64)).cumprod(0)
+    scheduler.one = torch.tensor(1.0, dtype=torch.float64)
+    scheduler.set_timesteps(num_steps)
+    noise, x, y = begin()
+    x = x.double()
+    for t in scheduler.timesteps:
+        out = guided(lambda x, t, y: theirs(x, t.long(), y).sample, x.float(), float(t), y, 1.5)
+        x = scheduler.step(out, t, x, generator=noise.generators).prev_sample
+    folder = imported(tmp_path / "x", "diffusers", num_heads=None).checkpoint.folder
+    ours = latents(folder, tmp_path / "x.npz", f"num_steps={num_steps}", "sampler.solver=ancestral", "guidance=cfg",
+                   "scale=1.5", "channels=4")
+    assert_same(ours, x)
+
+
+def edm(denoise, noise: SeededNoise, x: Tensor, num_steps: int, churn: float) -> Tensor:
+    """Algorithm 2 of EDM (arXiv 2206.00364), which edm2 samples with, from sigma 80 to 0.002 with rho = 7."""
+    high, low = 80 ** (1 / 7), 0.002 ** (1 / 7)
+    levels = [*((high + i / (num_steps - 1) * (low - high)) ** 7 for i in range(num_steps)), 0.0]
+    x = x.double() * levels[0]
+    for i, (sigma, after) in enumerate(zip(levels[:-1], levels[1:], strict=True)):
+        gamma = min(churn / num_steps, math.sqrt(2) - 1) if 0.05 <= sigma <= 50 else 0.0
+        raised = sigma + gamma * sigma
+        if gamma:
+            x = x + math.sqrt(raised**2 - sigma**2) * 1.003 * noise.randn_like(x)
+        slope = (x - denoise(x, raised)) / raised
+        euler = x + (after - raised) * slope
+        if i < num_steps - 1:
+            slope = (slope + (euler - denoise(euler, after)) / after) / 2
+        x = x + (after - raised) * slope
+    return x
+
+
+@pytest.mark.parametrize("churn", [0, 4])
+@torch.no_grad()
+def test_edm2s_sampler_around_our_checkpoints_guided_by_a_weak_one(churn, tmp_path):
+    for seed in (6, 7):
+        weights(tmp_path / f"{seed}.pt", seed, False, {}, scale=0.5)
+    trained = [imported(tmp_path / f"{seed}.pt", "tread", weights="ema") for seed in (6, 7)]
+    noise, x, y = begin()
+
+    def denoise(x: Tensor, sigma: float) -> Tensor:  # Eq. 7 and Table 1, with sigma_data = 0.5
+        x, level = x.float(), torch.full((len(x), 1, 1, 1), sigma)
+        total = level**2 + 0.25
+        c_skip, c_out, c_in, c_noise = 0.25 / total, level * 0.5 / total.sqrt(), 1 / total.sqrt(), level.log() / 4
+        one, other = (c_skip * x + c_out * each.net(c_in * x, c_noise.flatten(), y) for each in trained)
+        return other + 2.0 * (one - other)
+
+    theirs = edm(denoise, noise, x, 10, churn)
+    strong, weak = (each.checkpoint.folder for each in trained)
+    ours = latents(strong, tmp_path / "x.npz", "num_steps=10", "guidance=autoguidance", f"weak={weak}", "scale=2",
+                   f"sampler.S_churn={churn}", "sampler.S_min=0.05", "sampler.S_max=50", "sampler.S_noise=1.003")
     assert_same(ours, theirs)
 
 
