@@ -20,7 +20,7 @@ from weights import checkpoint as checkpoints
 from weights.averages import weights_name
 from weights.checkpoint import Checkpoint
 from weights.foreign import COMMAND, how_to_import
-from weights.reading import check_finite, from_hub, how_to_download, is_repository, read_tensors
+from weights.reading import check_finite, from_hub, how_to_download, read_tensors
 from weights.records import build_diffusion, fit
 
 # ---- finding weights ------------------------------------------------------------------------------------------------
@@ -42,12 +42,13 @@ def find_checkpoint(path: str | Path, weights: str | None = None) -> Checkpoint:
         return open_checkpoint(newest[0], name, newest[1])
     if place.exists():
         raise ValueError(how_to_import(place))
-    if is_repository(str(path)):
-        remedy = (f"{how_to_download(str(path))} If it has no meta.json there, as weights of other code, import that "
-                  f"folder by `{COMMAND} source=./{place.name} out=weights/{place.name}`.")
+    to_type = how_to_download(str(path))
+    if len(place.parts) == 2 and "@" not in str(path) and to_type:  # user/name
+        remedy = (f"{to_type} If it has no meta.json there, as weights of other code, import that folder by `{COMMAND} "
+                  f"source=./{place.name} out=weights/{place.name}`.")
         return open_checkpoint(from_hub(str(path), "meta.json", f"{name}.safetensors", remedy=remedy), name)
     raise ValueError(f"There is no run and no checkpoint folder at {path}: name runs/<name> or "
-                     f"runs/<name>/checkpoints/step-….{how_to_download(str(path))}")
+                     f"runs/<name>/checkpoints/step-….{to_type}")
 
 
 def open_checkpoint(folder: Path, weights: str, meta: dict[str, Any] | None = None) -> Checkpoint:

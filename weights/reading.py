@@ -22,40 +22,46 @@ PYTHON = "python:"  # python:module.function
 MOST_PICKLED = 2**23  # bytes of the pickle in a .pt, each of which may become a list; 1,000 tensors take 200,000
 
 
-def is_repository(name: str) -> bool:
-    """True for user/name, as on the Hugging Face Hub, unless it is a file's or there is a folder `user` here."""
-    is_path = name.endswith(SUFFIXES) or Path(name).parent.exists()
-    return not is_path and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) is not None
+# A repository of the Hugging Face Hub, user/name: before it its address, after it a revision and a place inside it.
+REPOSITORY = re.compile(r"(?P<address>https?://(?:huggingface\.co|hf\.co)/|hf://)?(?P<repo>\w[\w.-]*/\w[\w.-]*)"
+                        r"(?:(?:@|/(?:tree|blob|resolve)/)(?P<revision>[\w.-]+))?(?:/(?P<inside>[^?#]+?))?/?(?:[?#].*)?")
 
 
 def how_to_download(name: str, *patterns: str) -> str:
-    """Writes how to download a repository of the Hub, or its files of these patterns; "" for a path that is here."""
-    if len(Path(name).parts) < 2 or Path(Path(name).parts[0]).exists():
-        return ""
-    repo = name if is_repository(name) else "<user>/<name>"
-    more = "" if is_repository(name) else " [--revision <revision>] [--include '<folder>/*']"
-    include = "".join(f" --include '{pattern}'" for pattern in patterns)
+    """Writes how to download what a name or an address means: all of it, or its files of these patterns.
+
+    Returns an empty string for what can be neither, such as a path in a folder that is here.
+    """
+    match = REPOSITORY.fullmatch(name)
+    if not match or not match["address"] and (name.endswith(SUFFIXES) or Path(match["repo"]).parent.exists()):
+        return " Download the file, then name it." if "://" in name else ""
+    _, repo, revision, inside = match.groups()
     folder = repo.partition("/")[2]
-    return (f" If it is on the Hugging Face Hub, run (with internet) `hf download {repo}{include}{more} --local-dir "
-            f"{folder}`, then name ./{folder} instead.")
+    inner = [inside if inside.endswith(SUFFIXES) else f"{inside}/*"] if inside else patterns
+    options = [f"--include '{pattern}'" for pattern in inner] + ([f"--revision {revision}"] if revision else [])
+    return (f" If {repo} is on the Hugging Face Hub, run (with internet) `{' '.join(['hf download', repo, *options])} "
+            f"--local-dir {folder}`, then name ./{Path(folder, inside or '')} instead.")
 
 
 def from_hub(repo: str, *names: str, remedy: str) -> Path:
     """Returns the folder with files of a Hugging Face repository, downloaded once; raises ValueError with a remedy."""
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
 
-    try:
-        try:  # files in the cache need no network
-            found = [hf_hub_download(repo, name, local_files_only=True) for name in names]
-        except LocalEntryNotFoundError:
-            found = [hf_hub_download(repo, name) for name in names]
-    except Exception as error:  # huggingface_hub and its HTTP client each raise their own
-        if getattr(getattr(error, "response", None), "status_code", None) in (401, 403):
-            remedy = "check its name, run `hf auth login`, and accept the terms on its page."
-        raise ValueError(f"{' and '.join(names)} of {repo} could not be downloaded from the Hugging Face Hub "
-                         f"({first_line(error)}): {remedy.strip()}") from error
-    return Path(found[-1]).parent
+    empty: list[Path] = []  # which a full disk or a power cut leaves in the cache
+    for cached_only in (True, False):  # files in the cache need no network
+        try:
+            found = [Path(hf_hub_download(repo, name, local_files_only=cached_only, force_download=bool(empty)))
+                     for name in names]
+            if not (empty := [file for file in found if not file.stat().st_size]):
+                return found[-1].parent
+        except Exception as error:  # huggingface_hub and its HTTP client each raise their own
+            if getattr(getattr(error, "response", None), "status_code", None) in (401, 403):
+                remedy = "check its name, run `hf auth login`, and accept the terms on its page."
+            if not cached_only:
+                why = f"{empty[0]} is empty, and " if empty else ""
+                raise ValueError(f"{why}{' and '.join(names)} of {repo} could not be downloaded from the Hugging Face "
+                                 f"Hub ({first_line(error)}): {remedy.strip()}") from error
+    raise ValueError(f"{empty[0]} is empty, as {repo} has it: {remedy.strip()}")
 
 
 def read_tensors(file: Path) -> Any:

@@ -74,9 +74,13 @@ def test_each_kind_of_path_names_one_file(path, weights, file, here, monkeypatch
      "num_heads=<heads> diffusion=<edm.ddpm.rf> autoencoder=<what decodes its latents, or none>"),
     ("notes", None, "notes holds no checkpoint yet, and nothing to import: notes holds no weights file"),
     ("notes/a.txt", None, "nothing to import: notes/a.txt is not a file of weights"),
-    ("run/nowhere", None, "at run/nowhere.*step-….$"), ("/a/b", None, "at /a/b.*step-….$"),
-    *((name, None, r"`hf download <user>/<name> \[--revision <revision>\] \[--include '<folder>/\*'\] --local-dir "
-       "<name>`, then name ./<name>") for name in ("a/b/c", "a/b@v1", "https://huggingface.co/me/x/resolve/main/x.pt")),
+    ("run/nowhere", None, "at run/nowhere.*step-….$"), ("./a/b", None, r"at \./a/b.*step-….$"),
+    ("a/b/c", None, "hf download a/b --include 'c/.' --local-dir b`, then name ./b/c"),
+    ("a/b@v1", None, "hf download a/b --revision v1 --local-dir b`, then name ./b"),
+    ("https://huggingface.co/me/x", None, "`hf download me/x --local-dir x`, then name ./x"),
+    ("hf://me/x@v1/sub", None, "hf download me/x --include 'sub/.' --revision v1 --local-dir x`, then name ./x/sub"),
+    ("https://huggingface.co/me/x/resolve/main/x.pt?download=true", None,
+     "`hf download me/x --include 'x.pt' --revision main --local-dir x`, then name ./x/x.pt"),
     ("me/x", None, "^meta.json and ema.safetensors of me/x could not be downloaded .*`hf download me/x --local-dir x`"),
 ])
 def test_what_is_not_there_is_a_line_with_what_to_type(path, which, says, here):
@@ -115,6 +119,13 @@ def test_an_uploaded_checkpoint_is_read_from_the_hub_by_its_name(here, monkeypat
         run_command(sample.main, "sample.py", "checkpoint=me/x", "seeds=0", "num_steps=1", "cpu=true", "overwrite=true")
     assert [path.name for path in here.glob("*.png")] == ["me-x-num_steps1-seeds0.png"]
     assert sorted(snapshot.rglob("*")) == before
+
+
+def test_an_empty_file_in_the_hubs_cache_is_named_where_it_cannot_be_downloaded_again(here):
+    snapshot = cached("me/x", STEP)
+    (snapshot / "ema.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match="ema.safetensors is empty, and meta.json and ema.safetensors of me/x could"):
+        find_checkpoint("me/x")
 
 
 class Refused(Exception):
