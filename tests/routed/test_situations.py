@@ -307,6 +307,8 @@ REFUSED = {     # network, its description, and what the error says
         "changes the tokens before block|computes with the others")
        for start, end in ((1, 1), (0, 0), (3, 3), (1, 2), (0, -1))},
     "tokens changed at the end": (made(attention, forward=changed_behind), dict(routes=MIDDLE), "changes the tokens"),
+    "a long skip to another route": (EXACT["long skips around the middle"][0], dict(
+        along={"skip": 1}, routes=[Route(1, 2, 0.5), Route(3, 4, 0.5)]), "in another pass or route"),
     "REPA's projector": (made(attention, forward=projected), {}, "After block 0 .* computes with the others"),
     "hidden states": (made(attention, forward=hidden_states), {}, "After block 0 .* returns them as features"),
     "a block twice": (made(attention, make=lambda parts: nn.ModuleList([*parts, parts[0]])), {},
