@@ -93,16 +93,10 @@ def one_size(images: list[Any]) -> Any:
     return first
 
 
-def padded_image(_network: nn.Module, call: dict[Any, Any]) -> int:
-    """Counts the tokens of each image of a list, padded to a multiple of 32."""
-    patch = call["f_patch_size"] * call["patch_size"] ** 2
-    return -(-prod(one_size(call["x"])[1:]) // patch // 32) * 32
-
-
 def patches_of(_network: nn.Module, call: dict[Any, Any]) -> int:
-    """Counts the patches of images or videos (B, C, F, H, W)."""
-    frames, rows, columns = call["x"].shape[2:]
-    return frames // call["f_patch_size"] * (rows // call["patch_size"]) * (columns // call["patch_size"])
+    """Counts the patches of images (B, C, F, H, W), or of each image of a list, padded to a multiple of 32."""
+    x, patch = call["x"], call["f_patch_size"] * call["patch_size"] ** 2
+    return prod(x.shape[2:]) // patch if isinstance(x, Tensor) else -(-prod(one_size(x)[1:]) // patch // 32) * 32
 
 
 def words_of_one_size(_network: nn.Module, call: dict[Any, Any]) -> Tensor:
@@ -134,8 +128,8 @@ def fewer_in_params(params: Any, kept: Any) -> Any:
 
 
 FAMILIES |= {
-    "diffusers.ZImageTransformer2DModel": one("layers", {"attn_mask": 1, "freqs_cis": 1}, free=padded_image),
-    "ZImageTransformer2DModel": one("layers", {"freqs_cis": 1, "attn_params": fewer_in_params}, free=patches_of),
+    **dict.fromkeys(("diffusers.ZImageTransformer2DModel", "ZImageTransformer2DModel"), one(
+        "layers", {"freqs_cis": 1, "attn_mask": 1, "attn_params": fewer_in_params}, free=patches_of)),
     "SingleStreamDiT": one("blocks", {"freqs": 1, "attn_params": fewer_in_params},
                            free=lambda network, call: call["img"].shape[1]),
     "NextDiT": one("layers", {"x_mask": 1, "freqs_cis": 1, "pe": 1}, front=words_of_one_size),
@@ -153,12 +147,9 @@ def halves(condition: Tensor, kept: Any) -> Tensor:
     return condition if len(condition) == 1 else condition[kept.sample::len(condition) // 2]
 
 
-FAMILIES |= {
-    "diffusers.QwenImageTransformer2DModel": one("transformer_blocks", {
-        ROPE: (0, None), "modulate_index": 1, "temb": halves}, TEXT, out=1, free=first_of_shapes),
-    "QwenImageTransformer2DModel": one("transformer_blocks", {
-        ROPE: (0, None), "timestep_zero_index": fewer}, TEXT, out=1, free=first_of_shapes),
-}
+FAMILIES |= dict.fromkeys(("diffusers.QwenImageTransformer2DModel", "QwenImageTransformer2DModel"), one(
+    "transformer_blocks", {ROPE: (0, None), "modulate_index": 1, "timestep_zero_index": fewer, "temb": halves}, TEXT,
+    out=1, free=first_of_shapes))
 
 
 # Hunyuan.
@@ -211,13 +202,11 @@ def grid_rows(table: Any, kept: Any) -> Any:
 FAMILIES |= {"WanModel": one("blocks", {"e": -3, "seq_lens": fewer, "grid_sizes": grid_line, "freqs": grid_rows},
                              per_sample=True)}
 
-CACHES = "its tokens attend to a cache of all tokens from an earlier pass"
-REFUSED = {     # what a trial of the blocks does not find
-    "AnyFlowFARTransformer3DModel": CACHES,
-    "SanaWMLTX2RefinerTransformer3DModel": CACHES,
-    "WanAnimate2Transformer3DModel": CACHES,
-    "NucleusMoEImageTransformer2DModel": "each expert chooses among all tokens, so removing some affects the others",
-}
+# What a trial of the blocks does not find.
+REFUSED = dict.fromkeys(
+    ("AnyFlowFARTransformer3DModel", "SanaWMLTX2RefinerTransformer3DModel", "WanAnimate2Transformer3DModel"),
+    "its tokens attend to a cache of all tokens from an earlier pass")
+REFUSED["NucleusMoEImageTransformer2DModel"] = "each expert chooses among all tokens, so fewer change the others"
 
 
 def fits(spec: Blocks, network: nn.Module) -> bool:

@@ -132,11 +132,3 @@ def routed_class(plain: Any) -> Any:
     return type(plain.__name__, (RoutedModule, plain), {
         "forward": forward, "_is_routed": True, "__module__": plain.__module__, "__qualname__": plain.__qualname__,
         "__doc__": plain.__doc__})
-
-
-def install(module: nn.Module, routing: Any, block: Any) -> None:
-    """Lets a module's calls pass through a routing, until its `_routed` is deleted."""
-    if not isinstance(module, RoutedModule):
-        kind: Any = type(module)
-        module.__class__ = routed_class(kind)
-    vars(module)["_routed"] = routing, block

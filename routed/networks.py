@@ -58,10 +58,6 @@ class Family:
     free: Callable[[nn.Module, dict[Any, Any]], int] | None = None
     text_last: bool = False
 
-    def joins_text(self, spec: Blocks) -> bool:
-        """True for a list whose sequence has the text that is a stream of its own in an earlier list."""
-        return spec.text is None and any(other.text is not None for other in self.lists[:self.lists.index(spec)])
-
 
 def gathered(value: Tensor, index: Tensor, axis: int) -> Tensor:
     """Returns the rows of an index (B, n) along an axis of a tensor (B or 1, …)."""
@@ -118,13 +114,6 @@ def argument_names(module: nn.Module) -> tuple[str, ...]:
     return names_of(plain_class(module))
 
 
-@cache
-def defaults_of(kind: Any) -> dict[str, Any]:
-    """Returns the default values of the arguments of a class of modules."""
-    parts = inspect.signature(kind.forward).parameters.values()
-    return {part.name: part.default for part in parts if part.default is not part.empty}
-
-
 def unwrapped(module: nn.Module) -> nn.Module:
     """Returns the module inside wrappers, such as those of DDP, PEFT, checkpoints and torch.compile.
 
@@ -151,12 +140,3 @@ def lists_of_blocks(network: nn.Module) -> str:
              and len(part) > 1 and len({type(block) for block in part}) == 1 and isinstance(part[0], nn.Module)
              and any(part[0].children())]
     return ", ".join(f"{name} ({len(part)} of {type(part[0]).__name__})" for name, part in lists) or "none"
-
-
-def network_of(model: nn.Module) -> nn.Module:
-    """Returns the network inside the wrappers of compile, DDP and PEFT."""
-    if any(type(part).__name__ == "FullyShardedDataParallel" for part in model.modules()):
-        raise ValueError("FSDP1 (FullyShardedDataParallel) hides a network's blocks in wrappers; shard it with FSDP2, "
-                         "torch.distributed.fsdp.fully_shard.")
-    base: Any = model
-    return unwrapped(base.get_base_model() if hasattr(model, "get_base_model") else base)

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,11 +17,7 @@ from routed.trial import candidates, offer
 
 
 class Pass:
-    """One forward pass: the kept tokens of each route, and what the latest block returned.
-
-    `free` tokens of a sequence may be routed. They are contiguous, after `front` others and, if text is in the same
-    sequence, after that. If text has its own stream, some of a block's tables cover the complete sequence.
-    """
+    """One forward pass: the kept tokens of each route, and what the latest block returned."""
 
     def __init__(self, routing: Any, arguments: dict[Any, Any], of_network: bool):
         """Counts tokens from the network's arguments; raises ValueError for arguments that cannot be routed."""
@@ -66,7 +61,7 @@ class Pass:
         arguments = {block.name_of(i): value for i, value in enumerate(args)} | kwargs
         given = arguments.get(block.tokens)
         if block.route is not None and not is_compiling:
-            arguments = {name: unsealed(value, partial(self.may_open, block)) for name, value in arguments.items()}
+            arguments = {name: unsealed(value, self, block) for name, value in arguments.items()}
         x = arguments.get(block.tokens)
         if block.text is not None:
             self.text = arguments[block.text].shape[1]
@@ -117,11 +112,6 @@ class Pass:
         """Returns what a block returns with sealed tokens, for its hooks and for the network."""
         x = tokens_in(output, block)
         return replaced(output, block, seal(x, self, block)) if type(x) is Tensor else output
-
-    def may_open(self, block: RouteBlock, tokens: Sealed) -> None:
-        """Raises ValueError for tokens of another route or pass than that of a block."""
-        if tokens.run is not self or tokens.after.route is not block.route:
-            raise misses_tokens(tokens.after, f"passes them to block {block.index}, in another pass or route")
 
     def compare(self, block: RouteBlock, x: Any, given: Any) -> None:
         """Raises ValueError for tokens that change between two blocks of a route, or by a skip around one."""

@@ -1,5 +1,6 @@
 """`routed` routes a network from outside, without changes to its code: who calls, and what is open."""
 
+import inspect
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,9 +14,9 @@ from torch import Tensor, nn
 
 from routed import families
 from routed.kept import RouteBlock
-from routed.modules import BACKWARD, install, plain_class
+from routed.modules import BACKWARD, RoutedModule, plain_class, routed_class
 from routed.nested import leaves, mapped
-from routed.networks import Blocks, Family, argument_names, defaults_of, network_of, owner_of
+from routed.networks import Blocks, Family, argument_names, owner_of, unwrapped
 from routed.passes import Pass
 from routed.sealed import Sealed, misses_tokens
 from routed.trial import TRIED, Trial, Trials, on_copies
@@ -34,16 +35,25 @@ class Routing:
         self.network, self.options = network, options           # the keywords of `routed`
         self.family = described(network, options)
         self.is_described = options.family is not None or options.blocks is not None    # by the user
-        listed = [(spec, module) for spec in self.family.lists for module in spec.modules_of(network, options.blocks)]
-        self.routes = checked(routes, len(listed))
+        # Text that is a stream of its own in an earlier list may have joined the sequence of a list.
+        listed = [(module, spec, spec.text is None and any(other.text is not None for other in self.family.lists[:i]))
+                  for i, spec in enumerate(self.family.lists) for module in spec.modules_of(network, options.blocks)]
+        for route in routes:
+            if not isinstance(route, Route):
+                raise ValueError(f"{route!r} is not a route: write Route(start_layer_idx, end_layer_idx, "
+                                 f"selection_ratio), and Route(**part) for a dict.")
+            if not route.is_identity or route.path_drop:
+                raise ValueError(f"Route {route}: routed() returns tokens unchanged, so it does not support x_T, "
+                                 f"x_D_last, return_from and path_drop.")
+        self.routes = resolve_routes(routes, len(listed))       # in order of depth
         on_route = {i: (r, route) for r, route in enumerate(self.routes) if route.selection_ratio > 0
                     for i in range(route.start_layer_idx, route.end_layer_idx + 1)}
-        self.blocks = [RouteBlock(i, module, spec, self.family.joins_text(spec), *on_route.get(i, (-1, None)))
-                       for i, (spec, module) in enumerate(listed)]
+        self.blocks = [RouteBlock(i, *block, *on_route.get(i, (-1, None))) for i, block in enumerate(listed)]
         self.block_of = {block.module: block for block in self.blocks}
         router = getattr(network, "router", None)
         self.router = options.router or (router if isinstance(router, Router) else Router())
-        self.arguments, self.defaults = argument_names(network), defaults_of(plain_class(network))
+        self.arguments, parts = argument_names(network), inspect.signature(plain_class(network).forward).parameters
+        self.defaults = {name: part.default for name, part in parts.items() if part.default is not part.empty}
         self.tries = TRIED.setdefault(network, Trials()) if options.probe and not options.ordered else None
         self.ids_keep: list[Tensor | None] = [None] * len(self.routes)
         self.trials: list[Trial] = []
@@ -123,18 +133,6 @@ class Routing:
         return self.run
 
 
-def checked(routes: list[Any], depth: int) -> tuple[Route, ...]:
-    """Returns the routes, resolved and in order of depth; raises ValueError for those that routed() does not have."""
-    for route in routes:
-        if not isinstance(route, Route):
-            raise ValueError(f"{route!r} is not a route: write Route(start_layer_idx, end_layer_idx, selection_ratio), "
-                             f"and Route(**part) for a dict.")
-        if not route.is_identity or route.path_drop:
-            raise ValueError(f"Route {route}: routed() returns tokens unchanged, so it does not support x_T, x_D_last, "
-                             f"return_from and path_drop.")
-    return resolve_routes(routes, depth)
-
-
 def described(network: nn.Module, options: Any) -> Family:
     """Returns the description of a network: the user's, or the known one as along= and keep= correct it."""
     if options.family is not None and (options.blocks, options.along, options.keep) != (None, None, None):
@@ -181,7 +179,10 @@ def routed(
     dense. Other threads see the dense network. Raises ValueError, with the reason, for a network or a call that cannot
     be routed exactly, for a pass that does not reach the blocks, and on exit if there was no pass.
     """
-    network = network_of(model)
+    if any(type(part).__name__ == "FullyShardedDataParallel" for part in model.modules()):
+        raise ValueError("FSDP1 (FullyShardedDataParallel) hides a network's blocks in wrappers; shard it with FSDP2, "
+                         "torch.distributed.fsdp.fully_shard.")
+    network = unwrapped(getattr(model, "get_base_model", lambda: model)())
     options = SimpleNamespace(blocks=blocks, along=along, keep=keep, mask_noise=mask_noise, keep_mask=keep_mask,
                               grow=grow, router=router, family=family, probe=probe, ordered=ordered)
     routing = Routing(network, [routes] if isinstance(routes, Route) else list(routes), options)
@@ -198,7 +199,10 @@ def routed(
         raise ValueError(f"{type(network).__name__} is routed already: pass all routes to one routed(), or [] for a "
                          f"dense pass inside of it.")
     for module, block in [(network, None), *routing.block_of.items()]:
-        install(module, routing, block)
+        if not isinstance(module, RoutedModule):
+            plain: Any = type(module)
+            module.__class__ = routed_class(plain)
+        vars(module)["_routed"] = routing, block
     hooks = [part.register_forward_pre_hook(routing.try_uncompiled, with_kwargs=True) for part in model.modules()
              if hasattr(part, "_orig_mod") and network in part.modules()]
     try:

@@ -52,13 +52,14 @@ def seal(x: Tensor, run: Any, after: Any) -> Tensor:
     return sealed
 
 
-def unsealed(value: Any, check: Callable[[Sealed], None] = lambda sealed: None) -> Any:
-    """Returns raw tokens, also in a tuple; lists remain, as a block may append to one."""
+def unsealed(value: Any, run: Any = None, block: Any = None) -> Any:
+    """Returns raw tokens, also in a tuple, to a block on their route; lists remain, as a block may append to one."""
     if isinstance(value, Sealed):
-        check(value)
+        if block is not None and (value.run is not run or value.after.route is not block.route):
+            raise misses_tokens(value.after, f"passes them to block {block.index}, in another pass or route")
         return value.raw
     if isinstance(value, tuple):
-        parts = [unsealed(part, check) for part in value]
+        parts = [unsealed(part, run, block) for part in value]
         if any(part is not old for part, old in zip(parts, value, strict=True)):
             return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return value

@@ -56,20 +56,17 @@ class Trials:
     def has_verdict(self) -> bool:
         return any(isinstance(row, Trial) or row == PATIENCE for row in self.rows.values())
 
-    def kind_of(self, kept: Any) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-        """Returns what a block's behaviour may depend on, besides values of tensors, and the sizes of its arguments."""
-        axes = [(name, getattr(axis, "__qualname__", str(axis))) for name, axis in kept.along.items()]
-        kinds = [(name, *map(kind_of, leaves(value))) for name, value in kept.arguments.items()]
-        sizes = [size for part in leaves(kept.arguments) if isinstance(part, Tensor) for size in part.shape]
-        return (kept.block.index, len(kept.ids) > 1, kept.block.settings, *axes, *kinds), tuple(sizes)
-
     def try_block(self, kept: Any, call: Callable[..., Any]) -> str:
         """Raises ValueError for a block whose output depends on more than its tokens and the arguments in `along`.
 
         `call` calls a function like the block's forward with arguments by name. Returns the cause if the trial failed,
         as the block may.
         """
-        here, sizes = self.kind_of(kept)
+        axes = [(name, getattr(axis, "__qualname__", str(axis))) for name, axis in kept.along.items()]
+        kinds = [(name, *map(kind_of, leaves(value))) for name, value in kept.arguments.items()]
+        # What a block's behaviour may depend on, besides values of tensors and exact sizes.
+        here = (kept.block.index, len(kept.ids) > 1, kept.block.settings, *axes, *kinds)
+        sizes = tuple(size for part in leaves(kept.arguments) if isinstance(part, Tensor) for size in part.shape)
         before, largest = self.rows.get(here, 0), self.sizes.get(here, sizes)
         if before == PATIENCE or isinstance(before, Trial) and all(map(int.__le__, sizes, largest)):
             return ""
@@ -154,13 +151,12 @@ def cause(kept: Any) -> str:
 def measure(kept: Any, call: Callable[..., Any]) -> tuple[Trial | None, str, bool]:
     """Returns the result of a trial and what it means, or None and why there is none; and whether the block failed."""
     reasons: list[str] = []
-    failed = False
     for dtype in (torch.float32, None):     # what computes in one precision alone is tried in that
+        failed = False
         try:
             row, reason = measured(kept, call, dtype, None)
             if reason == RANDOM and kept.block.module.training:     # perhaps not in evaluation
                 row, reason = measured(kept, call, dtype, False)
-            failed = False
         except Exception as error:
             row, reason, failed = None, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", True
         if row is not None:
@@ -189,8 +185,11 @@ def measured(kept: Any, call: Callable[..., Any], dtype: torch.dtype | None, mod
             start(seed)
             turned = kept.but(ids=ids, arguments=copied(arguments), is_trial=True)
             out, _ = turned.call(partial(call, function=function), per_sample)
-            lists = leaves([value for value in turned.arguments.values() if isinstance(value, list)])
-            return turned, out, [*stored(module), *(x for x in lists if isinstance(x, Tensor))]
+            # What modules hold besides weights, as statistics or a loss of experts, and lists that they append to.
+            held = [value for part in module.modules() for name, value in vars(part).items()
+                    if name not in OWN or name == "_buffers"]
+            held += [value for value in turned.arguments.values() if isinstance(value, list)]
+            return turned, out, [leaf for leaf in leaves(held) if isinstance(leaf, Tensor)]
 
         first, out, _ = run(ids)
         second, other, _ = run(ids.gather(1, order))
@@ -249,12 +248,6 @@ def joint_deviation(run: Callable[..., Any], ids: Tensor, added: float, eps: flo
 
 def rms(part: Tensor) -> float:
     return float(part.to(torch.promote_types(part.dtype, torch.float32)).square().mean().sqrt())
-
-
-def stored(module: nn.Module) -> list[Tensor]:
-    """Lists the tensors that a block's modules hold besides weights, as statistics or a loss of experts."""
-    return [leaf for part in module.modules() for name, value in vars(part).items()
-            if name not in OWN or name == "_buffers" for leaf in leaves(value) if isinstance(leaf, Tensor)]
 
 
 def in_thread(function: Callable[..., Any], device: torch.device) -> Any:

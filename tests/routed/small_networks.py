@@ -166,13 +166,14 @@ def qwen() -> Case:
               txt_seq_lens=None, joint_attention_kwargs=None, timestep_zero_index=None):
         image, text = image_rotary_emb
         drawn, condition = hidden_states.tensor_split([timestep_zero_index], dim=1)
-        return both(self, torch.cat([drawn + 1, condition], dim=1), encoder_hidden_states,
+        base, other = temb[:, None].chunk(2)
+        return both(self, torch.cat([drawn + base, condition + other], dim=1), encoder_hidden_states,
                     lambda q: torch.cat([q[:, :, :TEXT] * text, q[:, :, TEXT:] * image[None, None]], dim=2))[::-1]
 
     tables = padded(TABLE, behind=2), torch.ones(TEXT, D // 2)
     return two_streams(
         "QwenImageTransformer2DModel", ["transformer_blocks"], block,
-        lambda part, x, text: part(x, text, None, None, tables, timestep_zero_index=N)[::-1], behind=2,
+        lambda part, x, text: part(x, text, None, randn(2 * BATCH, D), tables, timestep_zero_index=N)[::-1], behind=2,
         inputs=dict(x=randn(BATCH, N + 2, D), img_shapes=[[(1, 1, N), (1, 1, 2)]]))
 
 
@@ -278,12 +279,6 @@ def z_image() -> Case:
                        f_patch_size=1)
 
 
-def krea2() -> Case:
-    def block(self, x, freqs, attn_params=None, vec=None):
-        return self.attend(x, lambda q: q * freqs[:, None], attn_params.attention_mask)
-    return image_first("SingleStreamDiT", "blocks", block, img=X)
-
-
 def lumina() -> Case:
     """Texts of several lengths, each before its image, and padding behind."""
     def block(self, x, x_mask, freqs_cis, adaln_input=None):
@@ -294,19 +289,18 @@ def lumina() -> Case:
                 inputs=dict(x=randn(BATCH, N + TEXT, D), cap_mask=(torch.arange(TEXT) < LENGTHS[:, None]).long()))
 
 
-def lightning() -> Case:
-    return made(lambda self, x, c, feat_rope=None: self.attend(x, feat_rope),
-                lambda part, x: part(x, None, lambda q: q * TABLE), "LightningDiT")
-
-
 CODES = {
     "SiT": partial(made, lambda self, x, c: self.attend(x + c[:, None]),
                    lambda part, x: part(x, torch.ones(BATCH, D)), "SiT"),
     "PixArtMS": partial(made, lambda self, x, y, t, mask=None, **kwargs: self.attend(x + y.mean()),
                         lambda part, x: part(x, torch.ones(1, 7, D), None, [TEXT] * BATCH, HW=(4, 4)), "PixArtMS"),
-    "LightningDiT": lightning, "Flux": flux, "MMDiT": sd3, "QwenImageTransformer2DModel": qwen, "NextDiT": lumina,
-    "Flux2": flux2,
-    "ZImageTransformer2DModel": z_image, "SingleStreamDiT": krea2, "WanModel": wan,
+    "LightningDiT": partial(made, lambda self, x, c, feat_rope=None: self.attend(x, feat_rope),
+                            lambda part, x: part(x, None, lambda q: q * TABLE), "LightningDiT"),
+    "Flux": flux, "MMDiT": sd3, "QwenImageTransformer2DModel": qwen, "NextDiT": lumina,
+    "Flux2": flux2, "ZImageTransformer2DModel": z_image, "WanModel": wan,
+    "SingleStreamDiT": partial(
+        image_first, "SingleStreamDiT", "blocks", lambda self, x, freqs, attn_params=None, vec=None: self.attend(
+            x, lambda q: q * freqs[:, None], attn_params.attention_mask), img=X),
     "WanModel, a time for each token": partial(
         wan, e=torch.arange(1.0, N + 1).view(1, N, 1, 1).expand(BATCH, -1, 6, D)),
     "WanModel, musubi-tuner": partial(wan, [TABLE[:, None]] * BATCH),

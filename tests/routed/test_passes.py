@@ -14,6 +14,7 @@ import torch
 from library_networks import example, family
 from oracle import BATCH, N, assert_close, assert_exact, gradients, is_routed, randn, refused
 from small_networks import CODES, TABLE, Plain, X, made
+from test_keep_mask import mask_for
 from test_libraries import SELECTIVE, noise_for
 from test_situations import turned
 from torch import nn
@@ -28,7 +29,7 @@ TWO, MIDDLE = [Route(0, 1, 0.5), Route(2, -1, 0.25)], [Route(1, 2, 0.5)]
 NAMED = dict(blocks="blocks", along={"rope": 0})
 
 
-@pytest.mark.parametrize("how", [{}, SELECTIVE], ids=["full", "selective"])
+@pytest.mark.parametrize("how", [{}, SELECTIVE, dict(preserve_rng_state=False)], ids=["full", "selective", "no state"])
 @pytest.mark.parametrize(("around", "when"), [
     ("blocks", "in turn"), ("blocks", "the first pass first"), ("blocks", "on the next routes"), ("blocks", "behind"),
     ("a wrapper of blocks", "behind"), ("a wrapper of blocks", "inside"), ("a wrapper of the network", "inside"),
@@ -48,18 +49,20 @@ def test_backward_may_come_anywhere_and_in_any_order(around, when, how):
                 model(x=X)
         torch.manual_seed(5)
 
-        def loss():
+        def loss(seed):
+            if "preserve_rng_state" in how:     # a backward between two passes has drawn numbers
+                torch.manual_seed(seed)
             if checkpointed and around == "the network":
                 return again(net, x=X).exp().mean().sqrt()
             return model(x=X).exp().mean().sqrt()
 
         with routed(model, TWO, **NAMED):
-            first = loss()
+            first = loss(5)
             if when == "in turn":           # as where gradients are accumulated, here the first twice
-                first.backward(retain_graph=not how)
-                if not how:                 # a selective checkpoint's operations are recomputed once
+                first.backward(retain_graph=how is not SELECTIVE)
+                if how is not SELECTIVE:    # a selective checkpoint's operations are recomputed once
                     first.backward()
-            second = loss()
+            second = loss(6)
             if when == "inside":
                 first.backward()
                 second.backward()
@@ -70,7 +73,7 @@ def test_backward_may_come_anywhere_and_in_any_order(around, when, how):
                 model(x=X)
                 first.backward()
         elif when == "behind":
-            second = second if how else first + second
+            second = second if how is SELECTIVE else first + second
         if when != "inside":
             second.backward()
         assert not is_routed(net)
@@ -243,38 +246,24 @@ def test_a_compiled_network_is_routed_at_every_size_and_sizes_are_dynamic_from_t
 
 
 def test_a_compiled_network_keeps_the_tokens_of_a_mask_in_one_graph_or_raises_an_error(compiled):
-    net = CODES["SiT"]().model
-    fast = compiled(net)
-
-    def mask(*counts):
-        return torch.rand(BATCH, N).argsort(1).argsort(1) < torch.tensor(counts)[:, None]
-
+    case = CODES["SiT"]()
+    net, fast = case.model, compiled(case.model)
     with torch.no_grad():
         for counts in ((8, 0, 1), (2, 5, 8)):
-            noise, some = torch.rand(BATCH, 2, N), mask(*counts)
+            noise, some = torch.rand(BATCH, 2, N), mask_for(case, *counts)
             with routed(net, TWO, keep_mask=some, mask_noise=noise) as routing:
                 expected, ids = net(x=X), routing.ids_keep
             with routed(fast, TWO, keep_mask=some, mask_noise=noise, grow=False) as routing:
                 assert torch.allclose(fast(x=X), expected, atol=1e-5)
             assert all(map(torch.equal, ids, routing.ids_keep)) and len(compiled.graphs) == 1
         with pytest.raises(RuntimeError, match="keeps more tokens than are kept"), \
-             routed(fast, TWO, keep_mask=mask(9, 0, 0), grow=False):
+             routed(fast, TWO, keep_mask=mask_for(case, 9, 0, 0), grow=False):
             fast(x=X)
         flux = compiled(CODES["Flux"]().model)
         places = torch.zeros(BATCH, N, 3)
         places[:, 10:] = 1                  # of a condition image
         with pytest.raises(RuntimeError, match="With condition images compile the blocks"), routed(flux, TWO):
             flux(x=X, img_ids=places)
-
-
-def with_compiled_blocks(model, how):
-    torch._dynamo.reset()
-    if how == "compile_repeated_blocks":
-        model.compile_repeated_blocks(backend="aot_eager", fullgraph=True)
-    for spec in family_of(model).lists if how == "torch.compile" else ():
-        blocks = model.get_submodule(spec.path)
-        for i, block in enumerate(blocks):
-            blocks[i] = torch.compile(block, backend="aot_eager", fullgraph=True)
 
 
 @pytest.mark.parametrize(("name", "how"), [
@@ -284,7 +273,13 @@ def test_compiled_blocks_are_routed_with_and_without_checkpointing(name, how):
         case = example(name)
         if checkpointed:
             case.model.enable_gradient_checkpointing()
-        with_compiled_blocks(case.model.train(), how)
+        torch._dynamo.reset()
+        if how == "compile_repeated_blocks":
+            case.model.compile_repeated_blocks(backend="aot_eager", fullgraph=True)
+        for spec in family_of(case.model.train()).lists if how == "torch.compile" else ():
+            blocks = case.model.get_submodule(spec.path)
+            for i, block in enumerate(blocks):
+                blocks[i] = torch.compile(block, backend="aot_eager", fullgraph=True)
         with routed(case.model, TWO, mask_noise=noise_for(case, 2)) as routing:
             out, again = case.call(), case.call(timestep=case.inputs["timestep"] / 2)
         assert routing.ids_keep[0].shape == (BATCH, 8)

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from oracle import BATCH, THREE, Case, N, assert_exact, randn, refused
-from small_networks import CODES, TABLE, D, X, by_name, lightning, lumina, made, through, wan
+from small_networks import CODES, TABLE, D, X, by_name, lumina, made, through, two_streams, wan
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -73,6 +73,14 @@ def relative(self, x):
     return x + self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).flatten(2))
 
 
+def in_half(self, x):
+    return x + relative(self, x.to(torch.bfloat16).float()).to(torch.bfloat16).to(x.dtype)
+
+
+def two_outputs(self, x, z):
+    return self.attend(x + z.mean(1, keepdim=True)), z + (rotary(self, x) - x).mean(1, keepdim=True)
+
+
 def pooled_keys(self, x):
     """As PixArt's kv compression: the keys are those of every second token of the grid."""
     q = self.qkv(x)[..., :D]
@@ -87,18 +95,6 @@ class Halved(nn.Module):
 
     def forward(self, *args, **kwargs):
         return 0.5 * self.inner(*args, **kwargs)
-
-
-class Causal(Halved):
-    """A convolution that starts at zero, so that the oracle, which removes no tokens from it, need not know it."""
-
-    def __init__(self, inner):
-        super().__init__(inner)
-        self.conv = nn.Conv1d(D, D, 3)
-        nn.init.zeros_(self.conv.requires_grad_(False).weight)
-
-    def forward(self, x):
-        return self.inner(x) + self.conv(F.pad(x.mT, (2, 0))).mT
 
 
 def inside(wrapper):
@@ -176,6 +172,8 @@ def encoder(**options):
 # ---- the table ------------------------------------------------------------------------------------------------------
 
 
+MASK_AND_TABLE = made(lambda self, x, mask, rope: masked(self, self.attend(x, lambda q: q * rope[:, None]), mask),
+                      lambda part, x: part(x, ((PLACES[:, None] - PLACES).abs() < 9)[None, None], TABLE[None]))
 FOLDED = ((PLACES[:, None] - PLACES).abs() < torch.arange(9, 9 + 2 * BATCH)[:, None, None])
 NAMED, HIDDEN = dict(along={"rope": 0}), made(attention)
 EXACT = {       # network, and its description
@@ -193,6 +191,7 @@ EXACT = {       # network, and its description
     "a function of positions": (made(lambda self, x, rope: self.attend(x, rope), lambda part, x: part(
         x, lambda q: q * TABLE)), dict(along={"rope": by_place(2)})),
     "a mask (1, 1, N, N)": (made(masked, near), dict(along={"mask": pairs})),
+    "a mask and a table": (MASK_AND_TABLE, dict(along={"mask": pairs, "rope": 1})),
     "a padding mask": (made(masked, lambda part, x: part(x, PADDING)), dict(along={"mask": 1})),
     "a number of tokens": (made(counted, lambda part, x: part(x, N)), dict(along={"length": fewer})),
     "a class token": (made(attention, forward=class_token_first), dict(keep=1)),
@@ -207,7 +206,6 @@ EXACT = {       # network, and its description
     "a wrapper that scales": (inside(Halved), {}),
     "a mask (B heads, N, N)": (made(lambda self, x, mask: self.attend(x, mask=mask.unflatten(0, (len(x), -1))),
                                     lambda part, x: part(x, FOLDED)), dict(along={"mask": pairs})),
-    "a causal convolution": (inside(Causal), dict(ordered=True)),
     "long skips around the middle": (
         made(lambda self, x, skip=None: self.attend(x if skip is None else x + skip), forward=long_skips, depth=5),
         dict(along={"skip": 1}, routes=[Route(1, 3, 0.5)])),
@@ -243,6 +241,12 @@ REFUSED = {     # network, its description, and what the error says
                                 dict(routes=MIDDLE), f"block 2 .*{POSITIONS}"),
     "order alone": (made(causal), {}, "set ordered=True"),
     "a bias of std 0.02": (made(relative), {}, POSITIONS),
+    "a bias in bfloat16": (made(relative), dict(call=lambda case: case.model.bfloat16()(X.bfloat16())), POSITIONS),
+    "a bias of a block that computes in bfloat16": (made(in_half), {}, POSITIONS),
+    "another stream that reads positions": (
+        two_streams("Somebodys", ["blocks"], two_outputs, lambda part, x, z: part(x, z)),
+        dict(blocks=None, family=Family((Blocks("blocks", text="z"),)), call=Case.call),
+        "another of its outputs changes"),
     "a gate of zeros as an argument": (
         made(lambda self, x, gate: x + gate * (rotary(self, x) - x) + self.out(x),
              lambda part, x: part(x, torch.zeros(1, 1, D))), {}, POSITIONS),
@@ -267,13 +271,14 @@ REFUSED = {     # network, its description, and what the error says
                                                     dict(along={"rope": -2}), "fails when each sample|depends on"),
     "a table of another length": (made(turned(), with_table(lambda table: table[:9])), dict(along={"rope": 0}),
                                   r"rope is \(9, 4\). Its axis 0 must be 16 long"),
-    "a function of positions that nobody named": (lightning(), {},
+    "a function of positions that nobody named": (CODES["LightningDiT"](), {},
                                                   "which names none for c, feat_rope|which names none for feat_rope"),
     "a number of tokens that nobody named": (made(counted, lambda part, x: part(x, N)), {},
                                              "length is 16, as long as the tokens: write along={'length': fewer}"),
     "a mask (1, 1, N, N) that nobody named": (made(masked, near), {}, "write along={'mask': pairs}"),
-    "a mask of a known network": (made(lambda self, x, c, mask: masked(self, x, mask), lambda part, x: part(
-        x, None, torch.ones(1, 1, N, N) > 0), name="SiT"), dict(blocks=None), "write along={'mask': pairs}"),
+    "a mask and a table that nobody named": (
+        MASK_AND_TABLE, {}, r"write along=\{'mask': pairs, 'rope': 1\} \(`from routed import pairs`\), with which this "
+                            r"block passes"),
     "a padding mask that nobody named": (
         made(masked, lambda part, x: part(x, PADDING[:len(x)])), {},
         r"mask is \(\d, 16\), as long as the tokens"),
@@ -302,6 +307,8 @@ REFUSED = {     # network, its description, and what the error says
         "changes the tokens before block|computes with the others")
        for start, end in ((1, 1), (0, 0), (3, 3), (1, 2), (0, -1))},
     "tokens changed at the end": (made(attention, forward=changed_behind), dict(routes=MIDDLE), "changes the tokens"),
+    "a long skip to another route": (EXACT["long skips around the middle"][0], dict(
+        along={"skip": 1}, routes=[Route(1, 2, 0.5), Route(3, 4, 0.5)]), "in another pass or route"),
     "REPA's projector": (made(attention, forward=projected), {}, "After block 0 .* computes with the others"),
     "hidden states": (made(attention, forward=hidden_states), {}, "After block 0 .* returns them as features"),
     "a block twice": (made(attention, make=lambda parts: nn.ModuleList([*parts, parts[0]])), {},
@@ -336,6 +343,8 @@ REFUSED = {     # network, its description, and what the error says
         (Route(0, 4, 0.5), r"leaves it: indices lie in \[-4, 3\]"), ((1, 2, 0.5), r"write Route\(start_layer_idx"),
         ("tread_config", "'tread_config' is not a route"), (Route(0, 1, 0.5, x_T=1.0), "does not support x_T"),
         (Route(1, 1, 0.5, return_from=0), "return_from"))},
+    **{name: (Case(type(name, (nn.Module,), dict(forward=lambda _: None))(), {}, []), {}, why)
+       for name, why in families.REFUSED.items()},
     # what is around a network
     "FSDP1": (Case(type("FullyShardedDataParallel", (nn.Module,), {})(), {}, []), {}, "shard it with FSDP2"),
     "a reentrant checkpoint of blocks": (
@@ -359,10 +368,3 @@ def test_what_would_be_silently_wrong_is_refused_in_one_line(name, batch, dtype)
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         said = refused(case.model, call=lambda: call(case), **options)
     assert re.search(says, said) and "\n" not in said, said
-
-
-@pytest.mark.parametrize("name", families.REFUSED)
-def test_networks_that_mix_tokens_in_other_ways_are_refused(name):
-    network = type(name, (nn.Module,), dict(forward=lambda _: None))()
-    for options in ({}, dict(blocks="blocks")):
-        assert families.REFUSED[name] in refused(network, MIDDLE, **options)

@@ -5,25 +5,14 @@ import warnings
 
 import pytest
 import torch
-from oracle import BATCH, N, refused
+from oracle import BATCH, N
 from small_networks import TABLE, Attention, D, X, made
-from test_situations import attention, rotary
+from test_situations import attention
 from torch import nn
 
 from routed import Route, by_place, routed
 
 MIDDLE, HALF = [Route(1, 2, 0.5)], [Route(0, -1, 0.5)]
-
-
-def test_a_block_is_tried_for_one_sample_and_for_several_and_in_training_and_evaluation():
-    in_training = made(lambda self, x: rotary(self, x) if self.training else self.attend(x)).model
-    for_several = made(lambda self, x: rotary(self, x) if len(x) > 2 else self.attend(x)).model
-    for net, x in (in_training.eval(), X), (for_several, X[:1]):
-        with routed(net, MIDDLE, blocks="blocks"):
-            net(x=x)
-        assert "depends on where" in refused(net.train(), MIDDLE, lambda net=net: net(x=X), blocks="blocks")
-        with routed(net, MIDDLE, blocks="blocks", probe=False):
-            net(x=X)
 
 
 def test_after_three_passes_without_a_verdict_a_warning_is_raised_and_trials_stop():
