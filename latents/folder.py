@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from autoencoder import Convention
 from latents.listing import spread
-from runtime.files import is_inside, sha256
+from runtime.files import is_inside, record_sha256, sha256
 from runtime.schema import (
     Classes,
     ConventionRecord,
@@ -82,6 +82,7 @@ class Metadata(ConventionRecord):
     shift: Number
     shards: list[Shard]
     content: Text | None = None     # a hash of all rows, whichever shards they are in; None if another tool wrote them
+    content_of: Text | None = None  # a hash of the shards' `sha256` that `content` belongs to
     arrays: dict[str, ArrayRecord] = {}
 
 
@@ -232,7 +233,8 @@ def open_latents(path: str | Path, verify: bool = False) -> Latents:
     hashes = {file: shard.sha256[file.name] for file, shard in pairs if file.name in shard.sha256}
     check_hashes(record, hashes, verify)
     of_latents = [*files["latents"], *files.get("mirrored", [])]
-    is_known = meta.content is not None and hashes.keys() >= {*of_latents}   # not where somebody has changed a shard
+    # Not where somebody has changed a shard.
+    is_known = meta.content_of == record_sha256({"shards": [shard.sha256 for shard in meta.shards]})
     latents = Latents(
         str(folder), meta, convention=convention, stored=Array(rows["latents"] + rows.get("mirrored", []), "files"),
         files=[[], meta.content] if is_known else [

@@ -160,7 +160,7 @@ def parse_dataset(content: bytes) -> dict[str, object]:
     pairs = record.get("labels", ()) if isinstance(record, dict) else ()
     if pairs is None:
         return {}
-    if not isinstance(pairs, list) or any(not isinstance(pair, list) or len(pair) != 2 for pair in pairs):
+    if not pairs or not isinstance(pairs, list) or any(not isinstance(pair, list) or len(pair) != 2 for pair in pairs):
         raise ValueError('it is not EDM\'s {"labels": [[name, class], …]}: write that, or a .csv as in docs/data.md')
     return by_name(pairs)
 

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from latents.folder import mark_known, open_npy, row_types
 from latents.loader import read_ahead
-from runtime.files import atomic_write, lock_folder, remove, require_room, sha256, write_text
+from runtime.files import atomic_write, lock_folder, record_sha256, remove, require_room, sha256, write_text
 from runtime.schema import read_json, typed
 
 MOST_SMALL = 200_000  # images of a set that the small experiments are for
@@ -187,8 +187,10 @@ def finish(
               for shard, record in enumerate(written) if record["count"]]
     # The sum of the hashes of all rows is the same in whichever shards they are.
     content = f"{sum(int(record['content'], 16) for record in written) % 2**256:064x}"
-    write_json(out / "metadata.json", {"format": 1, "count": count, "dtype": "float16", **metadata, "shards": shards,
-                                       "content": content, "unreadable": [name for name, _ in unreadable]})
+    write_json(out / "metadata.json", {
+        "format": 1, "count": count, "dtype": "float16", **metadata, "shards": shards, "content": content,
+        "content_of": record_sha256({"shards": [shard["sha256"] for shard in shards]}),
+        "unreadable": [name for name, _ in unreadable]})
     mark_known(out / "metadata.json", [out / file for shard in shards for file in shard["sha256"]])
     remove_records(out)
 

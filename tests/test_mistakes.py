@@ -49,7 +49,8 @@ TYPED = {
         ("samples.every=5", "samples.classes=fish", "circle"), ("evaluate.every=5", "evaluate.reference"),
         ("evaluate.every=5", "evaluate.reference=no.npz", "no.npz"),
         # where it starts, and what it writes
-        ("run_dir=images.npz/run", "images.npz"), ("init_from=nowhere", "nowhere"),
+        ("run_dir=images.npz/run", "images.npz"), ("run_dir=latents", "holds metadata.json and no checkpoints/"),
+        ("run_dir=.", "and no checkpoints/, so it is no run's folder"), ("init_from=nowhere", "nowhere"),
         ("init_from=flow", "diffusion"), ("init_from=run", "model.depth=8", "{'depth': 7} there, {'depth': 8} here"),
         ("init_from=weights.pt", "source=weights.pt out=weights/weights"), ("init_from=ddpm", "not DDPM"),
         ("new_label_table=true", "init_from"),
@@ -208,7 +209,7 @@ SPOILT = {
     # a run that is resumed
     ("train", "run_dir", "run"): [
         (cut(EMA), "None of the checkpoints"), (as_it_is, "steps=1"),
-        (lambda path: shutil.rmtree(path / "checkpoints"), "has recorded 4 steps and has no checkpoint"),
+        (lambda path: shutil.rmtree(path / "checkpoints"), "holds config.yaml and no checkpoints/"),
         (lambda path: shutil.rmtree(path / STEP), "name=<another>"),
     ],
     ("train model.hidden_size=16", "run_dir", "run"): [(as_it_is, "another network")],

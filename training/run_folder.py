@@ -321,7 +321,13 @@ def lock_run(run: Run) -> None:
     """Locks a run's folder for this process; raises ValueError where another one trains in it.
 
     A run from elsewhere may contain links, through which training would write and delete elsewhere. They are refused.
+    So is a folder of other files, some of which training would replace, and the folder of all runs.
     """
+    names = ("config.yaml", "metrics.jsonl", "results.jsonl", "samples", "metadata.json")
+    others = [*filter(os.path.lexists, map(run.folder.joinpath, names)), *run.folder.glob("*/checkpoints")]
+    if others and not (run.folder / "checkpoints").is_dir():    # which a run has before all of these
+        raise ValueError(f"{run.folder} holds {others[0].name} and no checkpoints/, so it is no run's folder: set "
+                         f"another run_dir= or name=.")
     for path in run.folder.iterdir() if run.folder.is_dir() else ():
         files.inside(run.folder, path.name)
     run.lock = files.lock_folder(run.folder, f"Another process is training {run.folder}. Stop it first, or set "
@@ -332,8 +338,9 @@ def prepare_folder(run: Run, meta: Meta | None) -> None:
     """Creates a run's folder, checks that a checkpoint fits its disk, and removes what killed writes have left."""
     for folder in (run.folder / "checkpoints", run.folder / "samples"):  # fails now rather than at the first save
         folder.mkdir(parents=True, exist_ok=True)
-    for folder in (run.folder, run.folder / "samples"):
-        files.remove_leftovers(folder)
+    for name in ("config.yaml", "metrics.jsonl", "results.jsonl"):
+        files.remove_leftovers(run.folder, name)
+    files.remove_leftovers(run.folder / "samples", "step-*")
     # A kill may have come between the last save and its pruning, which obeys the settings of that save.
     kept = meta.config.checkpoint if meta else run.cfg.checkpoint
     checkpoints.prune(run.folder, run.step, kept.keep_last, kept.keep_every)

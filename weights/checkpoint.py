@@ -113,8 +113,10 @@ def save(
     """Writes `tensors[name]` to `folder/name.safetensors` and `meta` to `meta.json`, all or nothing.
 
     If tensors are sharded, `complete` yields the gathered ones of each file in turn. Raises OSError with the space
-    needed and the space left.
+    needed and the space left. An existing complete checkpoint is not written again.
     """
+    if folder.is_dir() and problem(folder) is None:
+        return
     files = zip(tensors, tensors.values() if complete is None else complete, strict=True)
     try:
         with atomic_write(folder) as partial:

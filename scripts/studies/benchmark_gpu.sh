@@ -44,7 +44,7 @@ parts() {
         done
         part 35 official_s2_tread official="$official" $s2 batch_size=256 'variants=[tread]'
     fi
-    # 5. Sampling, compiled or not, and Inception's images a second. Rule: speed.compile_to_sample's number of images is
+    # 5. Sampling, compiled or not, and Inception's images a second. Rule: compile_to_sample's number of images is
     #    the "first s" of dit divided by what an image of dit-eager takes longer.
     part 45 sample_xl2 mode=sample backbone_type=DiT-XL/2 batch_size=64 num_steps=8 scale=1.5 rounds=2 \
         'variants=[dit,dit-eager]'

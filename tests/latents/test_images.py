@@ -281,3 +281,12 @@ def test_a_shape_is_a_function_of_seed_and_index():
     assert source.class_names == list(SHAPES) and source.labels.tolist() == [i % 6 for i in range(20)]
     assert np.array_equal(source.pixels(7), draw_shape(3, 7, 64)) and source.pixels(7).shape == (64, 64, 3)
     assert len({open_shapes(count, seed, 16).fingerprint() for count, seed in ((20, 3), (20, 4), (21, 4))}) == 3
+
+
+def test_names_of_a_zip_that_no_code_page_is_known_for_are_refused(tmp_path):
+    path = put_zip(tmp_path / "x.zip", {"caf_/0.png": b"", "bar/0.png": b""})
+    marked = put_zip(tmp_path / "utf8.zip", numbered("café/0.png", "bar/1.png"))
+    assert open_source(marked).class_names == ["bar", "café"]
+    path.write_bytes(path.read_bytes().replace(b"caf_", b"caf\x82"))  # é in code page 437 and 850
+    refused(lambda: open_source(path), "names that are neither ASCII nor marked as UTF-8, such as café/0.png",
+            "python -m zipfile --metadata-encoding utf-8 -e")

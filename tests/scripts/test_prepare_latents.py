@@ -27,7 +27,7 @@ from test_labels import encoded
 from latents import writer
 from latents.folder import open_latents
 from latents.images import ImageSource
-from runtime.files import sha256
+from runtime.files import record_sha256, sha256
 from runtime.schema import CONFIGS
 from scripts import prepare_latents as script
 from weights import autoencoders
@@ -88,6 +88,7 @@ def test_pixels_go_in_and_come_back(pets, tmp_path):
         "num_classes": 3, "class_names": ["cat", "dog", "emu"], "autoencoder": "identity", "scale": 1.0,
         "shift": 0.0, "resolution": 32, "source": str(pets), "unreadable": [],
         "precision": "fp32", "tf32": False, "device": "cpu", "content": f"{content:064x}",
+        "content_of": record_sha256({"shards": [shard["sha256"] for shard in metadata["shards"]]}),
         "shards": [{"latents": f"latents-0000{i}.npy", "labels": f"labels-0000{i}.npy", "count": n, "sha256": {
             name: sha256(tmp_path / "out" / name) for name in (f"latents-0000{i}.npy", f"labels-0000{i}.npy")}}
                    for i, n in enumerate((4, 4, 2))],
