@@ -11,7 +11,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from runtime import files
 from runtime.command import command
-from runtime.schema import Classes, Location, Settings, Size, Text, as_recorded
+from runtime.schema import Classes, Location, Settings, Size, Text, as_recorded, typed
 from weights import checkpoint as checkpoints
 from weights.foreign import Foreign, FormatName, find_file, how_to_import, read
 from weights.reading import check_finite, read_tensors
@@ -87,7 +87,7 @@ def main(cfg: ImportSettings) -> None:
     files.require_room(out, needed, "make room, or set out= to a folder on another disk.")
     checkpoints.save(out, {"ema": state}, meta)
     size = f"{needed / 1e9:.1f} GB" if needed >= 1e9 else f"{needed / 1e6:.3g} MB"
-    print(f"{line} takes {size}. next: python sample.py checkpoint={out}")
+    print(f"{line} takes {size}. next: python sample.py {typed('checkpoint', out)}")
 
 
 if __name__ == "__main__":

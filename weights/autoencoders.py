@@ -10,7 +10,7 @@ import torch
 
 from autoencoder import SAMPLES_ONLY, SD_VAE_SCALE, Autoencoder, Convention, DiffusersAutoencoder, Identity, OwnDecoder
 from runtime.files import refuse_pointer, sha256
-from runtime.schema import read_json
+from runtime.schema import read_json, typed
 from runtime.untrusted import reading
 from weights.reading import PYTHON, from_hub, how_to_download, load_function, read_tensors
 
@@ -62,7 +62,7 @@ def load_decoder(
     """
     if runs_code(name) and not trusted:
         raise ValueError(f"autoencoder={name} runs code, so it is loaded only if the command names it, but here a "
-                         f"file does: set autoencoder={name} if you trust it.")
+                         f"file does: set {typed('autoencoder', name)} if you trust it.")
     if runs_code(name):
         loaded: Autoencoder = OwnDecoder(name, load_function("autoencoder", name)[0], shape, device)
         loaded.convention = convention or loaded.convention

@@ -17,7 +17,7 @@ from autoencoder import Convention
 from blocks import BLOCKS
 from blocks.transformer import rotary_angles
 from dit import depth_of, infer_architecture, sincos_2d, timestep_frequencies
-from runtime.schema import as_recorded, read_json
+from runtime.schema import as_recorded, read_json, typed
 from weights.autoencoders import own_convention
 from weights.reading import SUFFIXES, entries, read_tensors
 from weights.records import DIFFUSIONS, fit
@@ -392,5 +392,5 @@ def how_to_import(source: Path) -> str:
     except ValueError as error:
         return f"{source} holds no checkpoint yet, and nothing to import: {str(error).rstrip('.')}."
     which = fitting[0] if len(fitting) == 1 else f"and one of {'; '.join(fitting)}"
-    return (f"{source} is not a checkpoint of this project. Import it once: {COMMAND} source={file} out={out} {which}. "
-            f"Then name {out}.")
+    return (f"{source} is not a checkpoint of this project. Import it once: {COMMAND} {typed('source', file)} "
+            f"{typed('out', out)} {which}. Then name {out}.")

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import run_command
+from safetensors.torch import save_file
 from test_command import words_of
 from test_labels import numbered, put, put_tar, shard
 from test_prepare_latents import script as preparing
@@ -21,6 +22,9 @@ from latents.images import open_source
 from runtime.command import by_key, compose
 from runtime.schema import for_shell, typed
 from sample import SampleSettings
+from scripts import import_weights
+from weights.loading import find_checkpoint
+from weights.records import build_network
 
 NAMES = ["a b", "a[1]", "größe", "-x", "it's", "$HOME", 'a"b', "a,b", "1_1", "null", "x!", "back\\", "{a}", "#1", "~x",
          # reports: hydra-ecosystem/hydra#1843, #2891, #962 and #2705, NVIDIA/cloudai#557, IDEA-Research/detrex#309
@@ -117,3 +121,19 @@ def test_the_lines_of_errors_about_a_source_are_typed(name, tmp_path, monkeypatc
         run_command(sample.main, "sample.py", f"runs/{name}")
     [word] = shlex.split(str(ended.value.code).partition("did you mean ")[2].rstrip("?"))
     assert compose("sample", SampleSettings, [word])["checkpoint"] == f"runs/{name}"
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_the_lines_that_import_weights_are_typed(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    network = dict(input_size=4, patch_size=2, in_channels=3, hidden_size=8, depth=1, num_heads=2, num_classes=2)
+    save_file(build_network(network).state_dict(), f"{name}.safetensors")
+    with pytest.raises(ValueError, match="Import it once") as error:
+        find_checkpoint(f"{name}.safetensors")
+    words = settings_in(re.search(r"import_weights.py (.*?) and one of", str(error.value))[1])
+    import_weights.main(*words, "format=tread", "num_heads=2", "autoencoder=identity")
+    capsys.readouterr()
+    import_weights.main(words[0], *shlex.split(typed("out", name)), "format=tread", "num_heads=2", "autoencoder=identity")
+    [word] = settings_in(capsys.readouterr().out.partition("next: ")[2])
+    sample.main(word, "seeds=0-1", "out=x.npz", num_steps=1)
+    assert len(np.load("x.npz")["arr_0"]) == 2
