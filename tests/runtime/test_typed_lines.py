@@ -133,7 +133,8 @@ def test_the_lines_that_import_weights_are_typed(name, tmp_path, monkeypatch, ca
     words = settings_in(re.search(r"import_weights.py (.*?) and one of", str(error.value))[1])
     import_weights.main(*words, "format=tread", "num_heads=2", "autoencoder=identity")
     capsys.readouterr()
-    import_weights.main(words[0], *shlex.split(typed("out", name)), "format=tread", "num_heads=2", "autoencoder=identity")
+    [out] = shlex.split(typed("out", name))
+    import_weights.main(words[0], out, "format=tread", "num_heads=2", "autoencoder=identity")
     [word] = settings_in(capsys.readouterr().out.partition("next: ")[2])
     sample.main(word, "seeds=0-1", "out=x.npz", num_steps=1)
     assert len(np.load("x.npz")["arr_0"]) == 2
