@@ -17,7 +17,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,6 @@ from scoring.image_sets import sampled_images, weights_record
 from scoring.results import result_row
 from scoring.score import score_on
 from training import speed
-from training.cuda_graphs import record_passes, record_update
 from training.optimizers import update_weights
 from training.run import Run, make_run
 from training.run_folder import begin_record, lock_run, prepare_folder, require_gradients, resume, save, training_step
@@ -77,14 +76,16 @@ def set_learning_rates(
 def train_step(
     accelerator: Accelerator, wrapped: nn.Module, objective: DiffusionLoss,
     optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, arrays: Mapping[str, Tensor], *, label_dropout: float,
-    clip_norm: float | None, num_parts: int, update: Callable[..., tuple[Tensor, Tensor]] = update_weights,
+    clip_norm: float | None, num_parts: int, cuda_graphs: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Takes one optimizer step on this rank's share x (B, C, h, w), y (B,) of the batch; never waits for the device.
 
-    `wrapped` is `objective` inside CUDA graphs, autocast and DDP, and `update` is `update_weights`, recorded or not.
+    `wrapped` is `objective` inside autocast and DDP, and `cuda_graphs` says that its blocks replay CUDA graphs.
     `arrays` (B, …) are the objective's extra inputs. Returns the loss, the gradient norm, whether the step was skipped
     because that was not finite, and the terms of the loss: tensors on the device that no later step overwrites.
     """
+    if cuda_graphs:  # from here on, but not between parts, they may overwrite the last step's activations and gradients
+        torch.compiler.cudagraph_mark_step_begin()
     y = torch.where(torch.rand(len(y), device=y.device) < label_dropout, objective.net.num_classes, y)
     step_loss = torch.zeros((), device=x.device)
     step_terms = torch.zeros(len(objective.terms), device=x.device)
@@ -97,7 +98,7 @@ def train_step(
         step_loss += loss.detach() / num_parts
         if terms:
             step_terms += torch.stack([terms[name].detach().mean() for name in objective.terms]) / num_parts
-    grad_norm, skipped = update(accelerator, optimizer, clip_norm)
+    grad_norm, skipped = update_weights(accelerator, optimizer, clip_norm)
     return step_loss, grad_norm, skipped, step_terms
 
 
@@ -320,10 +321,8 @@ def main(cfg: TrainSettings) -> None:
     if cfg.activation_checkpointing:
         speed.recompute_activations(run.model)
     libraries.compile_blocks(run.model, cfg.compile)
-    recorded = record_passes(run.objective, cfg.compile, device, cfg.grad_accum_steps)
-    wrapped = speed.replicate(accelerator, recorded, sharded=cfg.sharding == "fsdp")
+    wrapped = speed.replicate(accelerator, run.objective, sharded=cfg.sharding == "fsdp")
     run.optimizer = accelerator.prepare(run.optimizer)
-    update = record_update(accelerator, run.optimizer, cfg.compile, cfg.grad_accum_steps)
     for name in cfg.evaluate.weights if run.evaluator else ():
         run.scores_compiled = compile_to_sample(
             run.averages[name], None, None if cfg.compile else False, cfg.evaluate.num_samples, device)
@@ -360,7 +359,7 @@ def main(cfg: TrainSettings) -> None:
         loss, grad_norm, skipped, terms = train_step(
             accelerator, wrapped, run.objective, run.optimizer, to_latent(stored, run.latents.kind), y,
             arrays, label_dropout=cfg.label_dropout, clip_norm=cfg.optimizer.clip_norm,
-            num_parts=cfg.grad_accum_steps, update=update,
+            num_parts=cfg.grad_accum_steps, cuda_graphs=cfg.compile == "reduce-overhead",
         )
         for name, decay in decays(run.step, cfg.ema.decay, cfg.ema.warmup).items():
             update_ema(averages[name], weights, decay)

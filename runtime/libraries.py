@@ -36,7 +36,7 @@ def keep_tensorflow_out() -> None:
 
 
 def compile_blocks(model: Network, how: bool | str) -> None:
-    """Compiles the forward pass of each block in place, with static shapes, unless `how` is False.
+    """Compiles the forward pass of each block in place, with static shapes; `how` is a bool, or a mode of torch's.
 
     Blocks share their graphs: one for each number of tokens, whatever the depth. Hooks on a block run outside of them:
     FSDP's hooks, which gather and free its weights, and those that collect hidden states.
@@ -45,7 +45,7 @@ def compile_blocks(model: Network, how: bool | str) -> None:
         return  # the compiler is not even imported
     prepare_compiler()
     for block in model.blocks:
-        block.forward = torch.compile(block.forward, dynamic=False)
+        block.forward = torch.compile(block.forward, dynamic=False, mode=None if how is True else how)
 
 
 def prepare_compiler() -> None:

@@ -41,7 +41,6 @@ from sampling.sampler import Sampler
 from scoring.features import Features, extract, load_extractor
 from scripts.studies import official
 from training import speed
-from training.cuda_graphs import Compile, record_passes, record_update
 from training.optimizers import build_optimizer
 from training.run import Sums
 from training.run_record import network_record
@@ -50,8 +49,7 @@ from weights.records import build_diffusion, build_network
 
 Work = Callable[[int], object]  # does what is timed, so many times
 Batches = Iterator[tuple[Tensor, Tensor, dict[str, Tensor]]]
-GRAPHS = ("eager", "blocks", "passes")  # options of a variant, at most one of them; configs/benchmark.yaml explains
-OPTIONS = (*GRAPHS, "fp8", "muon")      # all options
+OPTIONS = ("eager", "graphs", "fp8", "muon")    # of a variant; configs/benchmark.yaml explains them
 ATTENTION = {"flash": SDPBackend.FLASH_ATTENTION, "flash3": SDPBackend.FLASH_ATTENTION,
              "cudnn": SDPBackend.CUDNN_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION}
 ADAMW: dict[str, Any] = {"name": "adamw", "lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
@@ -72,7 +70,7 @@ class BenchmarkSettings(ModelSettings):
     grad_accum_steps: Count
     precision: speed.Precision
     tf32: bool
-    compile: Compile
+    compile: speed.Compile
     variants: NonEmptyList[Text]
     attention: Literal["flash", "flash3", "cudnn", "efficient"] | None
     official: Location | None
@@ -181,9 +179,9 @@ def time_in_turn(
 def options_of(variant: str) -> set[str]:
     """Returns the options in a variant's name; raises ValueError where it is not dit or tread with some of OPTIONS."""
     network, *options = variant.split("-")
-    if network not in ("dit", "tread") or not {*options} <= {*OPTIONS} or len({*options} & {*GRAPHS}) > 1:
-        raise ValueError(f"variants has {variant}: write dit or tread, then at most one of -{', -'.join(GRAPHS)}, "
-                         f"then any of -{', -'.join(OPTIONS[len(GRAPHS):])}.")
+    if network not in ("dit", "tread") or not {*options} <= {*OPTIONS} or {"eager", "graphs"} <= {*options}:
+        raise ValueError(f"variants has {variant}: write dit or tread, then any of -{', -'.join(OPTIONS)}, but not "
+                         f"both -eager and -graphs.")
     return {*options}
 
 
@@ -209,16 +207,15 @@ def write_latents(folder: Path, count: int, shape: tuple[int, int, int], num_cla
 
 
 def make_step(
-    accelerator: Accelerator, objective: DiffusionLoss, how: Compile, num_parts: int = 1, *, sharded: bool = False,
-    optimizer: Mapping[str, Any] = ADAMW, label_dropout: float = 0.1, clip_norm: float | None = None,
+    accelerator: Accelerator, objective: DiffusionLoss, how: speed.Compile, num_parts: int = 1, *,
+    sharded: bool = False, optimizer: Mapping[str, Any] = ADAMW, label_dropout: float = 0.1,
 ) -> Callable[[Tensor, Tensor, Mapping[str, Tensor]], tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Wraps an objective as train.py does; returns its step, a function of latents, labels and extra arrays."""
     libraries.compile_blocks(objective.net, how)
-    called = speed.replicate(accelerator, record_passes(objective, how, accelerator.device, num_parts), sharded)
+    called = speed.replicate(accelerator, objective, sharded)
     prepared = accelerator.prepare(build_optimizer(trained_parameters(objective), **optimizer))
-    update = record_update(accelerator, prepared, how, num_parts)
-    return partial(train.train_step, accelerator, called, objective, prepared, num_parts=num_parts, update=update,
-                   label_dropout=label_dropout, clip_norm=clip_norm)
+    return partial(train.train_step, accelerator, called, objective, prepared, num_parts=num_parts,
+                   label_dropout=label_dropout, clip_norm=None, cuda_graphs=how == "reduce-overhead")
 
 
 def make_training(
@@ -234,13 +231,9 @@ def make_training(
             speed.check_float8(device)
         speed.multiply_in_float8(net, emulate=device.type == "cpu")
     weights = train.trained_weights(net)
-    how: Compile = "eager" not in options and cfg.compile
-    if how and "passes" in options:
+    how = "eager" not in options and cfg.compile
+    if how and "graphs" in options:
         how = "reduce-overhead"
-    if how and "blocks" in options:  # torch's own mode, which train.py does not have
-        how = False
-        for block in net.blocks:
-            block.forward = torch.compile(block.forward, dynamic=False, mode="reduce-overhead")
     step = make_step(accelerator, DiffusionLoss(net, build_diffusion(cfg.diffusion)), how, cfg.grad_accum_steps,
                      optimizer=MUON if "muon" in options else ADAMW)
     sums, numbers = Sums(device), itertools.count()
@@ -296,13 +289,13 @@ def time_sample(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict[str, A
     labels = [seed % NUM_CLASSES for seed in seeds]
     sampler = Sampler(build_diffusion(cfg.diffusion), cfg.num_steps, None if cfg.scale is None else Guidance(cfg.scale))
 
-    def make(how: Compile) -> Work:
+    def make(how: bool) -> Work:
         net = make_network(cfg, "dit", accelerator.device).eval()
         libraries.compile_blocks(net, how)
         return repeated(lambda: [*generate(accelerator, net, sampler, lambda latents: latents, seeds, labels,
                                            batch_size=cfg.batch_size, precision=precision)])
 
-    ways = {"dit": cfg.compile, "dit-eager": False}
+    ways = {"dit": bool(cfg.compile), "dit-eager": False}
     makes = {name: partial(make, ways[name]) for name in cfg.variants if name in ways}
     if not makes:
         raise ValueError(f"mode=sample times variants dit and dit-eager, but variants={cfg.variants}.")

@@ -11,7 +11,6 @@ machine is, scripts/benchmark.py measures.
 """
 
 import contextlib
-import copy
 import gc
 import importlib.util
 import io
@@ -35,15 +34,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
 from edm import EDM
 from objectives import DiffusionLoss
-from routing_module import RouteSchedule
 from runtime import files, ranks, sharding
 from runtime.command import command, commit
 from runtime.device import device_name
 from runtime.schema import Location, Settings, Text, first_line
 from scoring.features import ADM_GRAPH_URL, INCEPTION_URL
 from scripts.benchmark import make_step, write_latents
-from training import cuda_graphs, speed
-from training.cuda_graphs import Compile
+from training import speed
 from weights.autoencoders import HUB_NAMES
 from weights.records import build_network
 
@@ -51,6 +48,7 @@ Precision = speed.Precision | Literal["tf32"]
 # Largest relative differences of loss and gradient norm, over three steps, from those of the CPU in float32.
 TOLERANCES: dict[Precision, float] = {"fp32": 1e-4, "tf32": 5e-3, "bf16": 3e-2, "fp16": 1e-2, "fp8": 0.15}
 RESUMED = 1e-3          # of the losses of a resumed run in fp32: GPU kernels sum in varying order
+COMPILED: dict[str, speed.Compile] = {"": False, ", compiled": True, ", CUDA graphs": "reduce-overhead"}
 STEPS = 3               # of each comparison with the CPU
 ROUTE = {"selection_ratio": 0.5, "start_layer_idx": 1, "end_layer_idx": -2}
 # Not zeroed as in training, so that every layer has a gradient from the first step.
@@ -181,14 +179,14 @@ def steps_on_cpu(network: dict[str, Any], count: int, routed: bool) -> list[tupl
 
 
 def steps_here(
-    machine: Machine, precision: Precision, compiled: bool, routed: bool, num_parts: int, sharded: bool,
+    machine: Machine, precision: Precision, how: speed.Compile, routed: bool, num_parts: int, sharded: bool,
 ) -> list[tuple[float, float]]:
     """Returns loss and gradient norm of STEPS of train.py's steps on all ranks together, skipped ones left out."""
     accelerator, device = machine.accelerator(precision, num_parts), machine.device
     objective = make_objective(machine.network, routed, device, sharded)
     if precision == "fp8":
         speed.multiply_in_float8(objective.net)
-    step = make_step(accelerator, objective, compiled, num_parts, sharded=sharded, label_dropout=0.0)
+    step = make_step(accelerator, objective, how, num_parts, sharded=sharded, label_dropout=0.0)
     count = IMAGES * num_parts
     share = slice(machine.rank * count, (machine.rank + 1) * count)
     x, y, noise = make_batch(machine.network, count * machine.world)
@@ -203,16 +201,19 @@ def steps_here(
     raise ValueError("almost all steps were skipped, as their gradients were not finite")
 
 
-def check_step(machine: Machine, precision: Precision, compiled: bool = False, sharded: bool = False) -> str:
+def check_step(
+    machine: Machine, precision: Precision, how: speed.Compile = False, sharded: bool = False,
+) -> str:
     """Steps, dense and routed, of one and of two parts, against the CPU's; in replicas, or sharded over the ranks."""
     require(machine.device.type == "cuda" or precision in ("fp32", "bf16"), f"{precision} needs a GPU")
     require(machine.world > 1 or not sharded, "one process; accelerate launch starts one for each GPU")
-    few = machine.rehearsal and compiled  # as compiling for a CPU takes long
+    require(machine.device.type == "cuda" or how != "reduce-overhead", "CUDA graphs need a GPU")
+    few = machine.rehearsal and how  # as compiling for a CPU takes long
     require(not few or precision == "fp32", "a rehearsal compiles fp32 alone")
     torch._dynamo.reset()
     apart = []
     for routed, parts in [(True, 1)] if few else [(True, 1), (True, 2), (False, 1), (False, 2)]:
-        here = steps_here(machine, precision, compiled, routed, parts, sharded)
+        here = steps_here(machine, precision, how, routed, parts, sharded)
         cpu = steps_on_cpu(machine.network, IMAGES * parts * machine.world, routed)
         apart.append((torch.tensor(here) / torch.tensor(cpu) - 1).abs().amax(0))
     loss, norm = torch.stack(apart).amax(0).tolist()
@@ -220,53 +221,7 @@ def check_step(machine: Machine, precision: Precision, compiled: bool = False, s
                            f"CPU's", loss, norm)
 
 
-# ---- steps of train.py's loop ---------------------------------------------------------------------------------------
-
-
-def take_steps(
-    machine: Machine, precision: Precision, how: Compile, num_parts: int, steps: int,
-) -> tuple[Tensor, Tensor]:
-    """Takes steps of train.py's loop, whose route ends at half of them; returns losses, and the last EMA as a vector.
-
-    The host waits for the device in the first two steps alone, unless they are recorded, or torch raises an error.
-    """
-    torch._dynamo.reset()
-    accelerator, device = machine.accelerator(precision, num_parts), machine.device
-    torch.manual_seed(0)
-    net = build_network(machine.network).to(device)
-    average = train.trained_weights(copy.deepcopy(net))
-    if precision == "fp8":
-        speed.multiply_in_float8(net)
-    weights = train.trained_weights(net)
-    objective = DiffusionLoss(net, EDM(), schedule=RouteSchedule(net.routes, dense_after=steps // 2))
-    step, losses = make_step(accelerator, objective, how, num_parts, clip_norm=1.0), []
-    x, y, _ = send_to_device(make_batch(machine.network, num_parts * IMAGES), device)
-    try:
-        for objective.step in range(steps):
-            if device.type == "cuda" and objective.step == 2 and not how:
-                torch.cuda.set_sync_debug_mode("error")
-            torch.manual_seed(objective.step)
-            losses.append(step(x, y, {})[0])
-            train.update_ema(average, weights, 0.9)
-    finally:
-        if device.type == "cuda":
-            torch.cuda.set_sync_debug_mode("default")
-    return torch.stack(losses), torch.cat([p.detach().flatten() for p in average])
-
-
-def check_replays(machine: Machine, precision: Precision) -> str:
-    """Forty steps of one part and of two, with label dropout, an EMA and an off-ramp, plain and in CUDA graphs."""
-    require(machine.device.type == "cuda" or machine.rehearsal and precision != "fp8", "CUDA graphs need a GPU")
-    steps = 6 if machine.rehearsal else 40
-    how: Compile = False if machine.rehearsal else "reduce-overhead"
-    apart = []
-    for num_parts in (1, 2):
-        plain, average = take_steps(machine, precision, False, num_parts, steps)
-        recorded, its_average = take_steps(machine, precision, how, num_parts, steps)
-        apart.append(torch.stack([(recorded / plain - 1).abs().max(), (its_average - average).norm() / average.norm()]))
-    loss, away = torch.stack(apart).amax(0).tolist()
-    return require_at_most(TOLERANCES[precision], f"losses of {steps} steps within {loss:.1e} of plain ones, their EMA "
-                           f"within {away:.1e}", loss, away)
+# ---- a run -----------------------------------------------------------------------------------------------------------
 
 
 def check_resuming(machine: Machine) -> str:
@@ -294,11 +249,9 @@ def check_resuming(machine: Machine) -> str:
 CHECKS: dict[str, Callable[[Machine], str]] = {
     "machine": check_machine,
     "downloads": check_downloads,
-    **{f"step, {precision}{', compiled' * compiled}": partial(check_step, precision=precision, compiled=compiled)
-       for precision in TOLERANCES for compiled in (False, True)},
+    **{f"step, {precision}{name}": partial(check_step, precision=precision, how=how) for precision in TOLERANCES
+       for name, how in COMPILED.items()},
     "FSDP": partial(check_step, precision="fp32", sharded=True),
-    **{f"replays, {precision}, CUDA graphs": partial(check_replays, precision=precision)
-       for precision in ("fp32", "bf16", "fp8")},
     "stop and resume": check_resuming,
 }
 
@@ -324,7 +277,6 @@ def main(cfg: CheckSettings) -> None:
     if device.type == "cpu" and not cfg.rehearsal:
         raise ValueError("torch sees no GPU here; rehearsal=true runs these checks on the CPU.")
     machine = Machine(cfg.rehearsal, device, accelerator.process_index, accelerator.num_processes)
-    cuda_graphs.STRETCH = 4 * 2**20  # so that under DDP the backward pass of a network this small is several graphs
     chosen = {name: check for name, check in CHECKS.items() if cfg.only is None or cfg.only in name}
     if not chosen:
         raise ValueError(f"No check has only={cfg.only} in its name: they are {', '.join(CHECKS)}.")

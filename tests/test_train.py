@@ -283,10 +283,16 @@ def test_the_first_step_of_a_process_has_a_line_and_no_row(shapes, tmp_path):
     assert [row["step"] for row in rows(run)] == [4, 6]
 
 
-def test_compilation_is_announced_until_the_first_step_is_done(shapes, tmp_path, monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda forward, **how: forward)
-    first, finished = (trained(tmp_path / "run", shapes, "compile=true", "steps=2") for _ in range(2))
-    assert re.search(r"compiling \(compile=true\): .*\nstep 1/2 .* s  including compilation\nstep 2/2 .* s\n", first)
+@pytest.mark.parametrize("how", ["true", "reduce-overhead"])
+def test_each_block_is_compiled_and_its_cuda_graphs_begin_anew_at_each_step_not_each_part(
+        shapes, tmp_path, monkeypatch, how):
+    modes, begun = [], []
+    monkeypatch.setattr(torch, "compile", lambda forward, dynamic, mode: modes.append((dynamic, mode)) or forward)
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: begun.append(True))
+    first, finished = (trained(tmp_path / "run", shapes, f"compile={how}", "steps=2", "grad_accum_steps=2")
+                       for _ in range(2))
+    assert modes == 2 * 6 * [(False, None if how == "true" else how)] and len(begun) == 2 * (how != "true")
+    assert re.search(rf"compiling \(compile={how}\): .*\nstep 1/2 .* s  including compilation\nstep 2/2 .* s\n", first)
     assert "compiling (" not in finished
 
 

@@ -124,28 +124,21 @@ def step_unless(skipped: Tensor, optimizer: torch.optim.Optimizer, scaled: bool 
 
 def update_weights(
     accelerator: Accelerator, optimizer: torch.optim.Optimizer, clip_norm: float | None,
-    replay: Callable[[Callable[[], tuple[Tensor, Tensor]], list[Tensor]], tuple[Tensor, Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Takes a step by the gradients, clipped to `clip_norm`, and drops them; returns their norm before clipping.
 
-    Also returns whether the step was skipped because the norm was not finite. Never waits for the device. `replay` may
-    take the step as a CUDA graph.
+    Also returns whether the step was skipped because the norm was not finite. Never waits for the device.
     """
     accelerator.unscale_gradients(optimizer)
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-
-    def update() -> tuple[Tensor, Tensor]:
-        grad_norm = sharding.total_norm(accelerator, gradients)
-        if clip_norm is not None:
-            torch._foreach_mul_(sharding.local_tensors(gradients), (clip_norm / (grad_norm + 1e-6)).clamp(max=1))
-        # A loss that is not finite spoils the gradients. DDP averages them over ranks, so all ranks skip together.
-        skipped = ~grad_norm.isfinite()
-        step_unless(skipped, optimizer, scaled=accelerator.scaler is not None)
-        return grad_norm, skipped
-
-    results = replay(update, gradients) if replay else update()
+    grad_norm = sharding.total_norm(accelerator, gradients)
+    if clip_norm is not None:
+        torch._foreach_mul_(sharding.local_tensors(gradients), (clip_norm / (grad_norm + 1e-6)).clamp(max=1))
+    # A loss that is not finite spoils the gradients. DDP averages them over ranks, so all ranks skip together.
+    skipped = ~grad_norm.isfinite()
+    step_unless(skipped, optimizer, scaled=accelerator.scaler is not None)
     optimizer.zero_grad(set_to_none=True)
-    return results
+    return grad_norm, skipped
 
 
 # ---- state <-> named tensors ----------------------------------------------------------------------------------------

@@ -32,8 +32,7 @@ from runtime.schema import (
 )
 from scoring import results
 from scoring.features import Features
-from training.cuda_graphs import Compile
-from training.speed import Precision
+from training.speed import Compile, Precision
 from weights.averages import WeightsName, names_of
 from weights.records import ScheduleSettings, settings_of
 

@@ -18,6 +18,7 @@ from dit import DiT
 from runtime import ranks
 from runtime.device import check_device, require_plain_launch, set_float32
 
+Compile = bool | Literal["reduce-overhead"]     # the last one asks for CUDA graphs of each block, too
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 # The autocast of each.
 PRECISIONS: dict[Precision, str] = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}

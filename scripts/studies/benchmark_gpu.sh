@@ -22,12 +22,12 @@ parts() {
     # 1. Is it right? Rule: where a check fails, compile=reduce-overhead is not used on such a run.
     part 75 check only='CUDA graphs'
     part 75 check_ddp only='CUDA graphs'
-    # 2. Which CUDA graphs? Rule: where -passes fails, or at 32 images has an "over first" below 1.3, which is over
-    #    torch's graphs of each block, training/cuda_graphs.py and its tests go, and compile=reduce-overhead is torch's.
+    # 2. Do CUDA graphs help? Rule: where -graphs fails, or at 32 images has an "over first" below 1.3, the pages no
+    #    longer name compile=reduce-overhead for few images.
     local s2="backbone_type=DiT-S/2 rounds=3 steps=10" xl2="backbone_type=DiT-XL/2 rounds=3 batch_size=256 steps=3" name
     for name in s2_32 s2_32_ddp s2_256 s2_256_ddp; do
-        part 55 $name $s2 batch_size="$(cut -d_ -f2 <<< $name)" warmup=4 \
-            'variants=[dit-blocks,tread-blocks,dit,tread,dit-passes,tread-passes]'
+        part 45 $name $s2 batch_size="$(cut -d_ -f2 <<< $name)" warmup=4 \
+            'variants=[dit,tread,dit-graphs,tread-graphs]'
     done
     # 3. What is fastest for XL/2? Rules: an attention that is faster by 3 % than torch's choice becomes dit.py's on such
     #    a GPU; -fp8 below 1.1 of dit goes; -muon below 0.9 of dit is said on docs/recipes.md.

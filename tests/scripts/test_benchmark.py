@@ -119,8 +119,8 @@ def test_variants_have_options_and_one_that_fails_leaves_the_others(tmp_path, mo
     assert {row["variant"]: row.get("failed") for row in rows} == {
         "dit": None, "dit-eager-muon": None, "dit-fp8": "RuntimeError: capture failed"}
     assert next(row for row in rows if row["variant"] == "dit-eager-muon")["over first"] > 0
-    with pytest.raises(SystemExit, match="variants has dit-passes-blocks: write dit or tread, then at most one of "):
-        run(tmp_path, "variants=[dit-passes-blocks]")
+    with pytest.raises(SystemExit, match="variants has dit-eager-graphs: write dit or tread, then any of "):
+        run(tmp_path, "variants=[dit-eager-graphs]")
 
 
 @pytest.mark.parametrize("world", [1, 2])

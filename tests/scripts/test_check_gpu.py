@@ -22,8 +22,7 @@ def test_a_rehearsal_on_a_cpu_passes_and_its_json_has_its_lines(machine, graphs,
     results = {row["check"]: row["result"] for row in rows}
     assert all(f"{row['result']}  {row['check']}: {row['message']}" in printed for row in rows)
     assert {name for name, result in results.items() if result == "PASS"} == {
-        "machine", "step, fp32", "step, fp32, compiled", "step, bf16", "stop and resume",
-        *(f"replays, {precision}, CUDA graphs" for precision in ("fp32", "bf16"))}, rows
+        "machine", "step, fp32", "step, fp32, compiled", "step, bf16", "stop and resume"}, rows
     assert set(results.values()) == {"PASS", "SKIP"} and "0 of" in printed
 
 
@@ -73,10 +72,6 @@ def test_what_differs_fails_with_the_numbers(machine, monkeypatch, factor, says)
         (loss * factor, norm * factor) for loss, norm in real(*arguments)])
     with pytest.raises(ValueError, match=says):
         check_gpu.check_step(machine, "fp32", False)
-    taken = iter([torch.ones(2), torch.ones(2) * factor] * 2)
-    monkeypatch.setattr(check_gpu, "take_steps", lambda *_: (next(taken), torch.ones(3)))
-    with pytest.raises(ValueError, match="of 6 steps within (1.0e-02|nan) of plain ones, their EMA within 0.0e"):
-        check_gpu.check_replays(machine, "fp32")
     monkeypatch.setattr(check_gpu.train, "main", lambda *_, **__: None)
     monkeypatch.setattr(check_gpu.files, "read_rows", lambda file: [
         {"step": step, "loss": factor if file.parts[-2] == "twice" else 1.0} for step in range(9)])

@@ -1,4 +1,4 @@
-"""How blocks are compiled, and how a network is replicated over ranks."""
+"""How a network is replicated over ranks."""
 
 from types import SimpleNamespace
 
@@ -7,18 +7,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from dit import DiT_models
-from runtime import libraries
 from training import speed
-
-
-def test_blocks_are_compiled_with_static_shapes_and_record_no_cuda_graphs_of_their_own(monkeypatch):
-    asked = []
-    monkeypatch.setattr(torch, "compile", lambda forward, **how: asked.append(how) or forward)
-    net = DiT_models["DiT-S/8"]()
-    for how in (True, "reduce-overhead", False):
-        libraries.compile_blocks(net, how)
-    assert asked == [{"dynamic": False}] * 2 * len(net.blocks)
 
 
 @pytest.mark.parametrize(("count", "most"), [(2**18, 25), (2**28, 1024 / 25)])  # 1 MiB and 1 GiB of gradients
