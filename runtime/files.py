@@ -224,22 +224,13 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def parse_json(content: str | bytes) -> Any:
-    """Parses JSON, in UTF-8 or UTF-16; raises ValueError for anything else, and for a key that is given twice.
-
-    It also raises ValueError for more than MOST_VALUES values.
-    """
+    """Parses JSON, in UTF-8 or UTF-16; raises ValueError for anything else, and for more than MOST_VALUES values."""
     # Each value but the first follows a comma, a bracket or a brace.
     marks = map(content.count, b",[{") if isinstance(content, bytes) else map(content.count, ",[{")
     if len(content) > MOST_VALUES and sum(marks) > MOST_VALUES:
         raise ValueError(f"it holds more than {MOST_VALUES:,} values")
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(found := dict(pairs)) < len(pairs):
-            raise ValueError(f"{max(keys := [key for key, _ in pairs], key=keys.count)!r} is given twice")
-        return found
-
     try:
-        return json.loads(content, object_pairs_hook=once)
+        return json.loads(content)
     except RecursionError:
         raise ValueError("its lists or objects are nested too deeply") from None
 
@@ -254,24 +245,24 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-_locked_folders: WeakKeyDictionary[FileLock, tuple[str, os.stat_result]] = WeakKeyDictionary()
+Identity = tuple[int, int] | None
+_locked_files: WeakKeyDictionary[FileLock, Identity] = WeakKeyDictionary()
 
 
 def lock_folder(folder: Path, mistake: str) -> FileLock:
     """Locks a folder as long as this process refers to the lock; raises ValueError(mistake) if another one has it.
 
     As long as the lock is held, this process writes only to the folder that it has locked (`require_locked`). The same
-    process gets its lock again, as a notebook may still refer to an interrupted run that it resumes. On a file system
-    without locks it prints a warning and continues.
+    process gets its lock again. On a file system without locks it prints a warning and continues.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / ".lock"
+    file = folder.absolute() / ".lock"
     lock = FileLock(file, fallback_to_soft=False, is_singleton=True)  # a soft lock would outlive a kill
-    if lock.is_locked and lock in _locked_folders and not is_same(file, _locked_folders[lock][1]):
+    if lock in _locked_files and identity(file) != _locked_files[lock]:
         lock.release(force=True)  # of a folder that was here before
     try:
         lock.acquire(timeout=0)
-        _locked_folders[lock] = os.path.abspath(folder), os.stat(file)
+        _locked_files[lock] = identity(file)
     except Timeout:
         raise ValueError(mistake) from None
     except (NotImplementedError, OSError) as error:
@@ -279,12 +270,13 @@ def lock_folder(folder: Path, mistake: str) -> FileLock:
     return lock
 
 
-def is_same(file: Path, status: os.stat_result) -> bool:
-    """True if a path still is the file that had this status."""
+def identity(file: Path) -> Identity:
+    """Returns what tells an open file from another one that has its path now; None if there is none."""
     try:
-        return os.path.samestat(os.stat(file), status)
+        status = file.stat()
     except OSError:
-        return False
+        return None
+    return status.st_dev, status.st_ino
 
 
 def require_locked(path: Path) -> None:
@@ -292,11 +284,11 @@ def require_locked(path: Path) -> None:
 
     Otherwise a new folder of that name would take the rest of the files, without a lock.
     """
-    for lock, (folder, status) in [*_locked_folders.items()]:
-        if lock.is_locked and Path(os.path.abspath(path)).is_relative_to(folder) and not is_same(
-                Path(folder, ".lock"), status):
-            raise ValueError(f"{folder} was moved, deleted or replaced while this command was writing there: it ends "
-                             f"before {path.name}. Bring the folder back, and run the same command again.")
+    for lock, known in [*_locked_files.items()]:
+        file = Path(lock.lock_file)
+        if lock.is_locked and Path(os.path.abspath(path)).is_relative_to(file.parent) and identity(file) != known:
+            raise ValueError(f"{file.parent} was moved, deleted or replaced while this command was writing there: it "
+                             f"ends before {path.name}. Bring the folder back, and run the same command again.")
 
 
 def write_array(archive: zipfile.ZipFile, key: str, parts: Iterable[np.ndarray], count: int) -> None:

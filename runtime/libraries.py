@@ -4,7 +4,6 @@ Nothing else touches either, but for `routed/`, which stands alone.
 """
 
 import contextlib
-import logging
 import os
 import struct
 import sys
@@ -27,10 +26,9 @@ def forget_precision(keep_ranks: bool) -> None:
 
 
 def keep_tensorflow_out() -> None:
-    """Makes TensorBoard do without TensorFlow.
+    """Makes TensorBoard do without TensorFlow, by the module that TensorBoard's own build has as a switch.
 
-    It would import TensorFlow, if there is one, which takes seconds and complains of missing GPUs. The module is the
-    switch that TensorBoard's own build has for this.
+    Its import takes seconds, and prints that no GPU will be used.
     """
     sys.modules.setdefault("tensorboard.compat.notf", ModuleType("tensorboard.compat.notf"))
 
@@ -56,8 +54,6 @@ def prepare_compiler() -> None:
     torch._dynamo.config.optimize_ddp = False
     # On a CPU, GELU's tanh takes a tenth of a step less as exponentials than by the compiler's default.
     torch._inductor.config.cpp.use_decompose_tanh = True
-    # A torch that is built for CUDA would warn that there is none, where it compiles for a CPU.
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     remove_unfinished_libraries()
 
 

@@ -237,7 +237,7 @@ def check_resuming(machine: Machine) -> str:
                     "samples.every=0", "log.every=1", "log.trackers=[]", "precision=fp32", "tf32=false",
                     "compile=false", f"cpu={str(machine.rehearsal).lower()}"]
         for name, steps in (("once", 8), ("twice", 4), ("twice", 8)):
-            train.main(*settings, run_dir=f"{folder}/{name}", steps=steps)
+            train.main(*settings, f"run_dir={folder}/{name}", f"steps={steps}")
             losses[name] = {row["step"]: row["loss"] for row in files.read_rows(Path(folder, name, "metrics.jsonl"))}
     apart = max(abs(losses["twice"][step] / losses["once"][step] - 1) for step in range(5, 9))
     return require_at_most(RESUMED, f"losses of steps 5 to 8 within {apart:.1e} of those without a stop", apart)

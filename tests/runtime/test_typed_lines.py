@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import run_command
 from safetensors.torch import save_file
 from test_command import words_of
 from test_labels import numbered, put, put_tar, shard
@@ -29,7 +28,7 @@ from weights.records import build_network
 NAMES = ["a b", "a[1]", "größe", "-x", "it's", "$HOME", 'a"b', "a,b", "1_1", "null", "x!", "back\\", "{a}", "#1", "~x",
          # reports: hydra-ecosystem/hydra#1843, #2891, #962 and #2705, NVIDIA/cloudai#557, IDEA-Research/detrex#309
          "a|b", "李明", "pattern_%r.bin@x", "#", "mlx5_0:1,mlx5_3:1", "2023-09-16"]
-FOLDERS = ["a b", "a[1]", "größe", "-x"]
+FOLDERS = ["a b[1]", "-größe"]
 
 
 def settings_in(line: str) -> list[str]:
@@ -74,27 +73,27 @@ def test_no_message_quotes_a_value_by_hand():
 @pytest.mark.parametrize("name", FOLDERS)
 def test_the_lines_at_the_ends_of_commands_are_typed(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    preparing.main("source=shapes", "shapes.count=24", out=name)
+    [out] = shlex.split(typed("out", name))
+    preparing.main("source=shapes", "shapes.count=24", out)
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("next: "))
-    small = dict(arg.partition("=")[::2] for arg in training_command(tmp_path, tmp_path)[1:])
-    small |= {"batch_size": "8", "compile": "false", "cpu": "true", "optimizer.warmup_steps": "0", "log.every": "1"}
-    kept = [f"{key}={value}" for key, value in small.items()
-            if key not in ("experiment", "run_dir", "data.path", "steps")]
+    small = [*training_command(tmp_path, tmp_path, "compile=false", "cpu=true", "optimizer.warmup_steps=0")[4:],
+             "precision=fp32"]
+    kept = [setting for setting in small if not setting.startswith(("steps=", "experiment="))]
     typed_words = settings_in(line)
     assert typed_words[0] == "experiment=small_cpu" and by_key(typed_words)["data.path"].strip("'") == name
-    train.main(typed_words, kept, steps=1)
+    train.main(*typed_words, *kept, "steps=1")
     assert (tmp_path / "runs" / name / "checkpoints").is_dir()
     following = capsys.readouterr().out.partition("Next: ")[2].strip()
     assert shlex.split(following)[:2] == ["python", "sample.py"]
-    sample.main(*settings_in(following), "seeds=0-1", num_steps=1, out="x.npz")
+    sample.main(*settings_in(following), "seeds=0-1", "num_steps=1", "out=x.npz")
     assert len(np.load("x.npz")["arr_0"]) == 2
     # Other data under the same name: the line names init_from=, which works when typed.
     shutil.rmtree(name)
-    preparing.main("source=shapes", "shapes.count=30", out=name)
+    preparing.main("source=shapes", "shapes.count=30", out)
     with pytest.raises(ValueError, match="another data set") as error:
-        train.main(typed_words, kept, steps=2)
+        train.main(*typed_words, *kept, "steps=2")
     [word] = shlex.split(re.search("name=<another> and (.*), which continues", str(error.value))[1])
-    train.main(typed_words[:2], kept, word, steps=1, name="another")
+    train.main(*typed_words[:2], *kept, word, "steps=1", "name=another")
     assert (tmp_path / "runs/another/checkpoints").is_dir()
 
 
@@ -117,10 +116,6 @@ def test_the_lines_of_errors_about_a_source_are_typed(name, tmp_path, monkeypatc
     assert len(open_source(choice["source"])) == 2
     [choice] = offered(lambda: open_source(f"{glob.escape(f'{tmp_path}/mixed/{name}')}/*"), "source")
     assert Path(choice["source"]).samefile(Path("mixed") / name)
-    with pytest.raises(SystemExit) as ended:
-        run_command(sample.main, "sample.py", f"runs/{name}")
-    [word] = shlex.split(str(ended.value.code).partition("did you mean ")[2].rstrip("?"))
-    assert compose("sample", SampleSettings, [word])["checkpoint"] == f"runs/{name}"
 
 
 @pytest.mark.parametrize("name", FOLDERS)
@@ -136,5 +131,5 @@ def test_the_lines_that_import_weights_are_typed(name, tmp_path, monkeypatch, ca
     [out] = shlex.split(typed("out", name))
     import_weights.main(words[0], out, "format=tread", "num_heads=2", "autoencoder=identity")
     [word] = settings_in(capsys.readouterr().out.partition("next: ")[2])
-    sample.main(word, "seeds=0-1", "out=x.npz", num_steps=1)
+    sample.main(word, "seeds=0-1", "out=x.npz", "num_steps=1")
     assert len(np.load("x.npz")["arr_0"]) == 2

@@ -54,12 +54,12 @@ def test_two_readings_of_one_file_are_two_sets_of_pictures(here):
               else value for key, value in weights_of("tread").items()}
     torch.save({f"ema_{decay}": under("", pixels) for decay in (0.9, 0.99)}, "x.pt")
     for heads in (2, 4):
-        import_weights.main("source=x.pt", f"out={heads}", "format=tread", f"num_heads={heads}", "autoencoder=identity",
-                            "weights=ema_0.9")
+        import_weights.main("source=x.pt", f"out=of{heads}", "format=tread", f"num_heads={heads}",
+                            "autoencoder=identity", "weights=ema_0.9")
     draw = ["cpu=true", "num_steps=1", "seeds=0-1", "out=pictures"]
-    run_command(sample.main, "sample.py", "checkpoint=2", *draw)
+    run_command(sample.main, "sample.py", "checkpoint=of2", *draw)
     with pytest.raises(SystemExit, match="pictures of another set"):
-        run_command(sample.main, "sample.py", "checkpoint=4", *draw)
+        run_command(sample.main, "sample.py", "checkpoint=of4", *draw)
 
 
 @pytest.mark.parametrize("name", ["run", "data", "file"])
