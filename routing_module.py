@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-Selection = Literal["random", "grid", "l1"]     # how the kept tokens are chosen, see `Router`
+Selection = Literal["random", "grid"]     # how the kept tokens are chosen, see `Router`
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Route:
     at their positions with the value they had before block `return_from`. None means the start, so that they return
     unchanged. Negative indices count from the last block. In the recipe of the paper's first version x_T is 1, and a
     token rejoins as x_T · (its value before block 0) + x_D_last · (its value before block `return_from`). In a fraction
-    `path_drop` of the samples (of the batches with drop_batch), all tokens return as if they had been routed.
+    `path_drop` of the samples, all tokens return as if they had been routed.
     """
 
     start_layer_idx: int
@@ -34,14 +34,13 @@ class Route:
     x_D_last: float = 1.0
     return_from: int | None = None
     path_drop: float = 0.0
-    drop_batch: bool = False
 
     def __str__(self) -> str:
         back = "" if self.return_from is None else f", back from before block {self.return_from}"
         if (self.x_T, self.x_D_last) != (0, 1):
             back += f", back as {self.x_T:g}·x_T + {self.x_D_last:g}·x_D_last"
         if self.path_drop:
-            back += f", path drop {self.path_drop} of the {'batches' if self.drop_batch else 'samples'}"
+            back += f", path drop {self.path_drop}"
         return f"{self.start_layer_idx}→{self.end_layer_idx} at selection ratio {self.selection_ratio}{back}"
 
     @property
@@ -55,12 +54,10 @@ class Route:
         return left if (self.x_T, self.x_D_last) == (0, 1) else self.x_T * before[0] + self.x_D_last * left
 
     def draw_dropped(self, count: int, device: torch.device) -> tuple[Tensor, ...]:
-        """Samples for `end_route` whether each path is dropped, (count or 1,) bool; () without path drop."""
-        if not self.path_drop:
-            return ()
-        return (torch.rand(1 if self.drop_batch else count, device=device) < self.path_drop,)
+        """Samples for `end_route` whether each path is dropped, (count,) bool; () without path drop."""
+        return (torch.rand(count, device=device) < self.path_drop,) if self.path_drop else ()
 
-    def plain(self) -> dict[str, float | bool | None]:
+    def plain(self) -> dict[str, float | None]:
         """Returns the route's keywords for a record, without those at their default."""
         return {part.name: value for part in fields(self) if (value := getattr(self, part.name)) != part.default}
 
@@ -198,21 +195,15 @@ def stretches(active: Mapping[int, Route], depth: int) -> Iterator[tuple[range, 
 class Router:
     """Chooses the tokens that are kept, extracts them, and puts them back. It has no parameters and no state.
 
-    `selection` is "random"; "grid", which keeps one token of each 2 × 2 neighbours before it keeps a second of any; or
-    "l1", where a fraction `l1_reg` in [0, 1] of a token's score is its L1 norm and the rest uniform noise. "l1" keeps
-    tokens of large norm, or with `inverse` those of small norm. Raises ValueError for other values.
+    `selection` is "random", or "grid", which keeps one token of each 2 × 2 neighbours before it keeps a second of any.
+    A subclass may have another `score`. Raises ValueError for other values.
     """
 
     selection: Selection = "random"
-    l1_reg: float = 0.5
-    inverse: bool = False
 
     def __post_init__(self) -> None:
         if self.selection not in get_args(Selection):
             raise ValueError(f"selection={self.selection} is none of {', '.join(get_args(Selection))}.")
-        if not 0 <= self.l1_reg <= 1:
-            raise ValueError(f"l1_reg={self.l1_reg} is outside [0, 1]: it is the share of the L1 norm in a token's "
-                             f"score, and the rest is noise.")
 
     def check(self, routes: tuple[Route, ...], grid_size: float) -> None:
         """Raises ValueError if it cannot route a square grid of tokens on these routes."""
@@ -262,14 +253,7 @@ class Router:
 
     def score(self, x: Tensor, noise: Tensor) -> Tensor:
         """Returns a score for each token (B, N); the lowest are kept, after the tokens whose noise is negative."""
-        if self.selection == "random":
-            return noise
-        if self.selection == "grid":
-            return rank_in_group(noise) + noise
-        norm = x.detach().float().abs().sum(dim=-1)
-        low, high = norm.aminmax(dim=1, keepdim=True)
-        norm = (norm - low) / (high - low + 1e-8)               # in [0, 1], as the noise is
-        return (1 - self.l1_reg) * noise + self.l1_reg * (norm if self.inverse else 1 - norm)
+        return rank_in_group(noise) + noise if self.selection == "grid" else noise
 
     def start_route(self, x: Tensor, ids_keep: Tensor) -> Tensor:
         """Extracts the kept tokens: (B, N, D) and ids (B, K) to (B, K, D)."""
@@ -280,7 +264,7 @@ class Router:
     ) -> Tensor:
         """Puts the kept tokens (B, K, D) back among the routed ones, whose values are those in original_x (B, N, D).
 
-        In samples where `dropped` (B or 1,) bool is True, all tokens have the values in original_x; it is for routes
+        In samples where `dropped` (B,) bool is True, all tokens have the values in original_x; it is for routes
         with path drop. The gradient of a routed token flows through this identity path.
         """
         x = original_x.scatter(1, ids_keep.unsqueeze(-1).expand(-1, -1, x_kept.shape[-1]), x_kept)

@@ -17,9 +17,9 @@ class FusingRouter(Router, nn.Module):
 
     mask_token: Tensor
 
-    def __init__(self, hidden_size: int, selection: Selection = "random", l1_reg: float = 0.5, inverse: bool = False):
+    def __init__(self, hidden_size: int, selection: Selection = "random"):
         nn.Module.__init__(self)
-        Router.__init__(self, selection, l1_reg, inverse)
+        Router.__init__(self, selection)
         self.register_buffer("mask_token", 0.02 * torch.randn(hidden_size))
         self.fusion = nn.Linear(2 * hidden_size, hidden_size)
 

@@ -84,7 +84,6 @@ def test_an_experiment_composes_checks_and_builds_and_an_unknown_one_lists_them(
     (["experiment=tread", "size=xl2"], None), (["experiment=small", "size=b2"], None),
     (["experiment=lightning", "size=xl2"], "size=xl2 would change nothing: .*model.backbone_type=LightningDiT-XL/1"),
     (["experiment=quickstart", "size=s2"], "size=s2 would change nothing: .*model.backbone_type=DiT-S/4"),
-    (["model.l1_reg=0.1"], "model.l1_reg=0.1 would change nothing: model.selection=l1 alone"),
     (["evaluate.num_samples=9"], "evaluate.num_samples=9 would change nothing: nothing is scored"),
     (["evaluate.num_samples=9", "evaluate.every=0"], None),
     (["objective=alignment", "objective.weight=-1"], "objective=alignment: weight=-1"),

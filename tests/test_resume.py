@@ -240,7 +240,7 @@ def test_a_changed_setting_is_named_if_it_tells_runs_apart(was, now, changed):
 
 
 @pytest.mark.parametrize(("now", "words"), [
-    ({}, None), ({"network": {"depth": 3, "routes": [], "selection": "l1"}}, None),
+    ({}, None), ({"network": {"depth": 3, "routes": [], "selection": "grid"}}, None),
     ({"diffusion": {"name": "rf", "cosine_weight": 0.5}}, None),
     ({"diffusion": {"name": "rf", "timestep_sampling": "logit_normal", "shift": None}}, None),  # the defaults
     ({"diffusion": {"name": "rf", "shift": 2.0}},

@@ -26,7 +26,7 @@ from examples.own_features import positions_at_224
 from guidance import Guidance
 from latents.images import center_crop
 from rf import RF
-from routing_module import Route, Router
+from routing_module import Route
 from runtime import files
 from sampling.generate import SAMPLING_VERSION
 from sampling.options import labels_of
@@ -54,7 +54,6 @@ SAMPLED = {
     "by label and ratios on a cosine": ({}, RF(), {},
                                         Guidance(1.5, [0.0, 0.25], [0.5, 0.75], routes=[Route(0, 1, 0.0)])),
     "by another network": ({}, EDM(), {}, {"scale": 1.5, "drop_label": False}),
-    "tokens by their size": ({"router": Router(selection="l1")}, EDM(), {}, Guidance(1.5, 0.0, 0.5, drop_label=False)),
     "mamba": ({"block": "mamba"}, EDM(), {}, Guidance(1.5, 0.0, 0.5, drop_label=False)),
     "rwkv": ({"block": "rwkv"}, EDM(), {}, Guidance(1.5, 0.0, 0.5, drop_label=False)),
     "images": ({"in_channels": 3}, EDM(), {}, None),

@@ -86,8 +86,6 @@ class ModelSettings(Settings):
     backbone_type: Annotated[str, AfterValidator(known)]
     init: Init
     selection: TokenSelection
-    l1_reg: Number
-    inverse: bool
     qk_norm: bool
     routes: list[RouteSettings]
     fusion: bool
@@ -275,7 +273,6 @@ def check_effect(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> None:
         (size_of(model.backbone_type) == cli_overrides.get("size"), ["size"],
          f"the network is model.backbone_type={model.backbone_type}; set that instead"),
         (model.routes, ["model.selection", "route_schedule"], "model.routes is empty, so all tokens are kept"),
-        (model.selection == "l1", ["model.l1_reg", "model.inverse"], "model.selection=l1 alone reads it"),
         (cfg.init_from, ["new_label_table"], "it is for the weights of init_from=<weights>"),
         (cfg.evaluate.every or "evaluate.every" in cli_overrides, ["evaluate"],
          f"nothing is scored in training; give evaluate.every={cfg.checkpoint.every} as well"),

@@ -68,10 +68,8 @@ def test_gradient_checkpointing_uses_the_number_of_tokens_that_a_mask_raised():
 
 
 def test_tokens_are_selected_by_the_router_that_is_given():
-    net, norm = made(attention).model, X.abs().sum(-1)
-    for router, expected in ((Router("l1", l1_reg=1.0), norm.topk(K).indices),
-                             (Router("l1", 1.0, inverse=True), (-norm).topk(K).indices), (Router("grid"), None),
-                             (LastRows(), torch.arange(N - K, N).expand(BATCH, -1))):
+    net = made(attention).model
+    for router, expected in ((Router("grid"), None), (LastRows(), torch.arange(N - K, N).expand(BATCH, -1))):
         with routed(net, ALL_BUT_A_QUARTER, blocks="blocks", router=router) as routing:
             net(x=X)
         ids = routing.ids_keep[0]

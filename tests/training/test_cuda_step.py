@@ -66,8 +66,8 @@ def take_step(block, loss, selection, num_parts, make_optimizer=adamw):
 
 
 @pytest.mark.parametrize("how", [
-    ("dit", "edm", "l1", 2), ("dit", "version1", "random", 2), ("dit", "alignment", "random", 1),
-    ("lightning", "rf", "random", 1), ("mamba", "edm", "random", 2), ("rwkv", "rf", "l1", 1),
+    ("dit", "edm", "grid", 2), ("dit", "version1", "random", 2), ("dit", "alignment", "random", 1),
+    ("lightning", "rf", "random", 1), ("mamba", "edm", "random", 2), ("rwkv", "rf", "grid", 1),
     ("dit", "edm", "random", 1, muon),
 ])
 def test_a_step_not_even_the_first_has_no_tensor_on_another_device_and_waits_for_none(how, fresh_accelerator):
