@@ -249,35 +249,28 @@ def infer_architecture(
 
     The number of heads cannot be inferred from the shapes; the default is that of the published size with this width
     and depth. The last label is the null label, unless `num_classes` or a table of one row shows that there is none.
-    Raises ValueError if the weights are not a DiT's, if they fuse a route, or if their size is not a published one and
-    num_heads is None.
+    Raises ValueError if the weights are not a DiT's, or if their size is not a published one and num_heads is None.
     """
-    if "router.fusion.weight" in state_dict:
-        raise ValueError("These weights are of model=sprint, but do not say where its route begins and ends: load them "
-                         "from their run or checkpoint folder.")
-    first = {key.removeprefix("blocks.0."): value for key, value in state_dict.items() if key.startswith("blocks.0.")}
-    block = next((name for name, kind in BLOCKS.items() if kind.mark in first), "dit")
-    kind = BLOCKS[block]
+    block = next((name for name, kind in BLOCKS.items() if f"blocks.0.{kind.mark}" in state_dict), "dit")
     try:
         hidden_size, in_channels, patch_size, _ = state_dict["x_embedder.proj.weight"].shape
         num_tokens = state_dict["pos_embed"].shape[1]
         num_labels = state_dict["y_embedder.embedding_table.weight"].shape[0]
         out_channels = state_dict["final_layer.linear.weight"].shape[0] // patch_size**2
-        mlp_ratio = kind.read_mlp_ratio(first, hidden_size)
         depth = depth_of(state_dict, "blocks")
     except (ValueError, LookupError, ZeroDivisionError) as error:
         names = ", ".join(list(state_dict)[:3])[:200]
         raise ValueError(f"These weights are not a DiT's: {error!r} in {len(state_dict)} tensors, {names} first."
                          ) from None
     null_label = {} if num_labels > 1 and num_labels != num_classes else {"null_label": False}
-    heads = {(size["hidden_size"], size["depth"]): size["num_heads"] for size in kind.models.values()}
+    heads = {(size["hidden_size"], size["depth"]): size["num_heads"] for size in BLOCKS[block].models.values()}
     num_heads = num_heads or heads.get((hidden_size, depth))
     if num_heads is None:
         raise ValueError(f"A DiT of width {hidden_size} and depth {depth} is none of the published sizes, so its "
                          f"number of heads cannot be inferred: set num_heads=.")
     return dict(
         input_size=math.isqrt(num_tokens) * patch_size, patch_size=patch_size, in_channels=in_channels,
-        hidden_size=hidden_size, depth=depth, num_heads=num_heads, mlp_ratio=mlp_ratio,
+        hidden_size=hidden_size, depth=depth, num_heads=num_heads,
         num_classes=num_labels if null_label else num_labels - 1, learn_sigma=out_channels == 2 * in_channels,
-        block=block, qk_norm="attn.q_norm.weight" in first, **null_label,
+        block=block, qk_norm="blocks.0.attn.q_norm.weight" in state_dict, **null_label,
     )

@@ -7,8 +7,7 @@ int64, to tokens (B, K, D). On a route K is smaller than grid_size², and positi
 raises ValueError for settings that it does not support, as `refuse_qk_norm` does. CONTRIBUTING.md has one in 20 lines.
 
 Two parts are optional. `adaLN_modulation` is a Sequential that computes shifts, scales and gates from c; with
-init=adaln_zero its last layer begins at zero. To recognise weights without a record, a block has a `mark`, and
-`read_mlp_ratio(weights, hidden_size)`, which receives one block's weights by name.
+init=adaln_zero its last layer begins at zero. By its `mark` a block is recognised in weights without a record.
 """
 
 import extensions

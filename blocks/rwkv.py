@@ -1,7 +1,5 @@
 """RWKV's block: averages over tokens in both directions, with separate weights in each channel."""
 
-from collections.abc import Mapping
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -38,10 +36,6 @@ class RWKVBlock(Block):
         h = modulate(self.norm2(x), shift_c, scale_c)
         x = x + gate_c.unsqueeze(1) * self.channel_mix(h, shift_tokens(h, positions, self.grid_size))
         return x
-
-    @classmethod
-    def read_mlp_ratio(cls, weights: Mapping[str, Tensor], hidden_size: int) -> float:
-        return weights["channel_mix.key.weight"].shape[0] / hidden_size
 
 
 def wkv(k: Tensor, v: Tensor, decay: Tensor, bonus: Tensor) -> Tensor:

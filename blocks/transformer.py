@@ -1,7 +1,6 @@
 """The blocks of DiT (arXiv 2212.09748) and LightningDiT (2501.01423)."""
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,11 +18,6 @@ class Block(nn.Module):
     final_norm: Callable[[int], nn.Module] = staticmethod(LAYER_NORM)   # the final layer's, from its width
     mark: str | None = None                     # a weight that no other block has
     models: dict[str, dict[str, Any]] = {}      # named sizes, each a model.backbone_type
-
-    @classmethod
-    def read_mlp_ratio(cls, weights: Mapping[str, Tensor], hidden_size: int) -> float:
-        """Infers mlp_ratio from the weights of one block, by name; 4.0 for a block that ignores it."""
-        return 4.0
 
 
 WIDTHS = {
@@ -108,10 +102,6 @@ class DiTBlock(Block):
         x = x + gate_mlp.unsqueeze(1) * self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp))
         return x
 
-    @classmethod
-    def read_mlp_ratio(cls, weights: Mapping[str, Tensor], hidden_size: int) -> float:
-        return weights["mlp.fc1.weight"].shape[0] / hidden_size
-
 
 def rotary_angles(positions: Tensor, grid_size: int, head_dim: int) -> Tensor:
     """Returns the angles (1 or B, K, 1, head_dim/2) that rotate tokens: one half for the row, one for the column."""
@@ -178,7 +168,8 @@ class LightningBlock(Block):
         self.norm1 = RMS_NORM(hidden_size)
         self.attn = RotaryAttention(hidden_size, num_heads, grid_size, qk_norm)
         self.norm2 = RMS_NORM(hidden_size)
-        self.mlp = SwiGLU(hidden_size, self.hidden_features(hidden_size, mlp_ratio))
+        # Two thirds of the hidden units of an MLP of two layers, as the gate is a third layer.
+        self.mlp = SwiGLU(hidden_size, int(2 / 3 * int(hidden_size * mlp_ratio)))
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 6 * hidden_size))
 
     def forward(self, x: Tensor, c: Tensor, positions: Tensor) -> Tensor:
@@ -186,19 +177,6 @@ class LightningBlock(Block):
         x = x + gate_msa.unsqueeze(1) * self.attn(modulate(self.norm1(x), shift_msa, scale_msa), positions)
         x = x + gate_mlp.unsqueeze(1) * self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp))
         return x
-
-    @staticmethod
-    def hidden_features(hidden_size: int, mlp_ratio: float) -> int:
-        """Returns two thirds of the hidden units of an MLP of two layers, as the gate is a third layer."""
-        return int(2 / 3 * int(hidden_size * mlp_ratio))
-
-    @classmethod
-    def read_mlp_ratio(cls, weights: Mapping[str, Tensor], hidden_size: int) -> float:
-        features = weights["mlp.w3.weight"].shape[1]
-        # Two thirds are rounded down, so several ratios give the same number; the published one is tried first.
-        near = math.ceil(1.5 * features)
-        ratios = (4.0, *(m / hidden_size for m in range(near, near + 3)))
-        return next((r for r in ratios if cls.hidden_features(hidden_size, r) == features), near / hidden_size)
 
 
 def refuse_qk_norm(block: str, qk_norm: bool) -> None:

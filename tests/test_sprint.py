@@ -6,7 +6,7 @@ from test_published_parity import published
 from torch import nn
 
 from blocks.fusion import FusingRouter
-from dit import DiT, infer_architecture
+from dit import DiT
 from guidance import Guidance
 from rf import RF
 from routed import routed
@@ -108,7 +108,6 @@ def test_a_record_builds_the_network_again_and_its_dense_fine_tune_has_the_same_
     (lambda: build_network({**RECORD, "routes": [{**ROUTE}, {**ROUTE, "start_layer_idx": 4, "end_layer_idx": 4}]}),
      "the network has 2 routes"),
     (lambda: resolve_routes([Route(2, 3, 0.5, path_drop=1.0)], 6), "path_drop=1.0, a share of samples"),
-    (lambda: infer_architecture(net().state_dict()), "load them from their run or checkpoint folder"),
     (lambda: net()(*batch(), routes=(Route(1, 3, 0.5),)), r"fuses after route 2→3 .* such as 1→3"),
     (lambda: Guidance(3.0, gamma2=1, routes=(Route(1, 3, 0.5),)).check(net()), "leave routes out"),
     (lambda: routed_from_outside(net(), [Route(2, 3, 0.5)]), "changes the tokens before block 4"),

@@ -24,7 +24,7 @@ RECORD = dict(input_size=8, patch_size=2, in_channels=4, hidden_size=32, depth=3
 
 @pytest.fixture(scope="module", autouse=True)
 def parallel(tmp_path_factory):
-    """The block of CONTRIBUTING.md, which has neither a mark nor an mlp_ratio to read."""
+    """The block of CONTRIBUTING.md, which has no mark."""
     with installed(tmp_path_factory.mktemp("page")):
         BLOCKS["parallel"] = extensions.find("blocks", "parallel")
         yield

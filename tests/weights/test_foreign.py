@@ -379,7 +379,7 @@ def test_weights_of_ours_that_lost_their_record_are_read_with_what_is_typed(netw
     save_file(old.net.state_dict(), tmp_path / "x.safetensors")
     typed = {"num_heads": 2, "autoencoder": "identity", "diffusion": {"name": "edm", "sigma_data": 0.8}}
     if network is SPRINT:
-        with pytest.raises(ValueError, match="model=sprint, but do not say where its route begins and ends"):
+        with pytest.raises(ValueError, match="router.fusion.bias and 2 more, which its network lacks"):
             imported(tmp_path / "x.safetensors", "ours", **typed)
         return
     new = imported(tmp_path / "x.safetensors", "ours", **typed)
