@@ -63,19 +63,8 @@ def remove_leftovers(folder: Path, names: str = "*") -> None:
     """Removes what killed processes have left of files `names` (a glob), which `atomic_write` was writing there."""
     for unfinished in folder.glob(f".{names}.*.tmp"):
         process = re.search(r"\.(\d+)\.tmp$", unfinished.name)
-        if process and not is_running(int(process[1])):
+        if process and not os.path.exists(f"/proc/{process[1]}"):   # it runs no more, on this machine
             remove(unfinished)
-
-
-def is_running(pid: int) -> bool:
-    """True if a process of this machine has this number; another may have it by now."""
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:  # another user's
-        return True
-    return True
 
 
 def is_pointer(start: bytes) -> bool:

@@ -161,14 +161,6 @@ def test_a_row_of_a_published_table_has_its_name_network_routes_and_training(nam
     assert settings(cfg).objective["name"] == objective
 
 
-def test_the_pages_table_has_the_command_of_each_row():
-    page = (ROOT / "docs" / "imagenet.md").read_text()
-    for typed, _ in ROWS.values():
-        assert typed[0].removeprefix("experiment=") in page, typed
-    for setting in ("size=xl2", "model.backbone_type=Mamba-B/2", "model.backbone_type=RWKV-L/2"):
-        assert setting in page
-
-
 @pytest.mark.parametrize("typed", [["size=xl2"], ["size=b2", "diffusion=rf_uniform"]])
 def test_a_dense_fine_tune_fits_the_run_it_starts_from(typed):
     cfg, parent = load("experiment=finetune", *typed), load("experiment=tread", *typed)

@@ -89,29 +89,3 @@ def test_private_parts_of_libraries_are_reached_from_one_file():
         private = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)
                    and node.attr in ("_dynamo", "_inductor", "_reset_state", "filterwarnings", "setLevel")}
         assert not private or name == "runtime.libraries" or package(name) in ("routed", "scripts"), (name, private)
-
-
-STATES = {"state", "accelerator", "run", "machine"}
-COLLECTIVES = {"from_main", "broadcast_object_list", "broadcast", "gather", "gather_object", "reduce", "all_reduce",
-               "wait_for_everyone", "main_process_first", "local_main_process_first"}
-
-
-def arguments(function: ast.FunctionDef) -> set[str]:
-    return {one.arg for one in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)}
-
-
-def test_what_may_wait_for_other_ranks_shows_it_in_its_arguments_and_commands_alone_join_them():
-    for name, tree in files().items():
-        if package(name) in CORE:
-            continue
-        functions = [(node, set()) for node in tree.body if isinstance(node, ast.FunctionDef)]
-        for kind in (node for node in tree.body if isinstance(node, ast.ClassDef)):
-            methods = [node for node in kind.body if isinstance(node, ast.FunctionDef)]
-            kept = {given for method in methods if method.name == "__init__" for given in arguments(method)}
-            functions += [(method, kept) for method in methods]
-        for function, kept in functions:
-            named = {getattr(part, "attr", getattr(part, "id", None)) for part in ast.walk(function)}
-            where = f"{name}.{function.name}"
-            assert "PartialState(" not in ast.unparse(function) or function.name == "join_ranks", where
-            known = (arguments(function) | kept) & STATES or function.name == "main"
-            assert known or not named & COLLECTIVES, f"{where} waits in {named & COLLECTIVES}, without state"

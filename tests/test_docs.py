@@ -1,6 +1,5 @@
 """What the pages promise: links lead somewhere, commands parse, the Python lines run."""
 
-import json
 import os
 import pkgutil
 import re
@@ -109,25 +108,6 @@ def test_each_function_and_test_that_carries_a_part_of_the_paper_exists():
     assert len(names) > 20
     for name in names:
         assert pkgutil.resolve_name(name) is not None
-
-
-def commits_of(rows: object) -> set[str | None]:
-    """Finds the commits anywhere in a JSON file of results."""
-    if not isinstance(rows, dict | list):
-        return set()
-    own = {rows["commit"]} if isinstance(rows, dict) and "commit" in rows else set()
-    return own.union(*map(commits_of, rows.values() if isinstance(rows, dict) else rows))
-
-
-@pytest.mark.parametrize("file", [*sorted((ROOT / "docs/results").rglob("*.json")),
-                                  *sorted((ROOT / "docs/results").rglob("study.jsonl"))],
-                         ids=lambda file: f"{file.parent.name}/{file.name}")
-def test_each_file_of_results_has_commits(file):
-    text = file.read_text()
-    rows = [json.loads(line) for line in (text.splitlines() if file.suffix == ".jsonl" else [text])]
-    assert all(score["where"]["commit"] for row in rows if "settings" in row for score in row.get("scores", ()))
-    commits = set().union(*map(commits_of, rows))
-    assert commits and all(re.fullmatch(r"[0-9a-f]{12,40}(-dirty)?", str(commit)) for commit in commits)
 
 
 def test_the_python_of_the_readme_and_of_a_forward_pass_runs_in_another_folder(tmp_path):

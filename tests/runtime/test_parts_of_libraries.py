@@ -1,11 +1,9 @@
-"""What a stopped compilation leaves in torch's cache is removed, and TensorBoard does without TensorFlow."""
+"""What a stopped compilation leaves in torch's cache is removed."""
 
 import shutil
 import subprocess
-import sys
 
 import pytest
-from conftest import ROOT
 from filelock import FileLock
 from forked import Life
 
@@ -43,17 +41,3 @@ def test_no_part_of_a_library_counts_as_complete(library, tmp_path):
     for size in range(0, len(library), max(1, len(library) // 100)):
         part.write_bytes(library[:size])
         assert not is_complete(part)
-
-
-def test_tensorboard_logs_without_importing_tensorflow(tmp_path):
-    code = """
-import sys
-from types import SimpleNamespace as Some
-from accelerate import Accelerator
-from train import start_trackers
-start_trackers(Some(cfg=Some(log=Some(trackers=["tensorboard"]), name="x", model_dump=dict), folder=sys.argv[1], step=0,
-                    run_id="x", accelerator=Accelerator(cpu=True, log_with="tensorboard", project_dir=sys.argv[1])))
-assert "tensorflow" not in sys.modules
-"""
-    done = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and list(tmp_path.rglob("events.out.*")), done.stderr

@@ -1,23 +1,17 @@
 """Each line that an error or an end prints for typing does what it says, whatever a folder is called."""
 
-import ast
-import glob
 import re
 import shlex
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.torch import save_file
-from test_command import words_of
-from test_labels import numbered, put, put_tar, shard
 from test_prepare_latents import script as preparing
 from training_runs import command as training_command
 
 import sample
 import train
-from latents.images import open_source
 from runtime.command import by_key, compose
 from runtime.schema import for_shell, typed
 from sample import SampleSettings
@@ -36,38 +30,11 @@ def settings_in(line: str) -> list[str]:
     return [word for word in shlex.split(line) if "=" in word]
 
 
-def offered(call, *keys: str) -> list[dict[str, str]]:
-    """What the one-line error of a call offers to type: each setting of these keys, as the command reads it."""
-    with pytest.raises(ValueError) as error:
-        call()
-    _, _, remedy = str(error.value).partition(": ")  # what comes before repeats what was typed
-    found = re.findall(rf"\"(?:{'|'.join(keys)})=[^\"]*\"|(?<![\w\"])(?:{'|'.join(keys)})=[\w./*-]+", remedy)
-    return [read(*shlex.split(word.rstrip("."))) for word in found]
-
-
-def read(*words: str) -> dict[str, str]:
-    """What prepare_latents makes of settings that are typed."""
-    plain = compose("prepare_latents", preparing.PrepareSettings, words)
-    return {key: plain[key] for key in by_key(words)}
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_setting_that_is_printed_is_read_back_as_it_was(name):
     [word] = shlex.split(typed("checkpoint", f"runs/{name}"))
     assert compose("sample", SampleSettings, [word])["checkpoint"] == f"runs/{name}"
-    for key, value in {"classes": [name, "b"], "scale": 1e-05, "seeds": 7, "weak": None, "cpu": True}.items():
-        [word] = shlex.split(typed(key, value))
-        assert compose("sample", SampleSettings, [word])[key] == value
     assert shlex.split(f"ls {for_shell(name)}") == ["ls", name]
-
-
-def test_no_message_quotes_a_value_by_hand():
-    from test_design import files
-
-    by_hand = [(name, words) for name, tree in files().items() for node in ast.walk(tree)
-               if isinstance(node, ast.Raise | ast.Call) and re.search("='◦'|=\"◦\"", words := words_of(node))
-               and (isinstance(node, ast.Raise) or getattr(node.func, "id", "") == "print")]
-    assert by_hand == []
 
 
 @pytest.mark.parametrize("name", FOLDERS)
@@ -95,27 +62,6 @@ def test_the_lines_at_the_ends_of_commands_are_typed(name, tmp_path, monkeypatch
     [word] = shlex.split(re.search("name=<another> and (.*), which continues", str(error.value))[1])
     train.main(*typed_words[:2], *kept, word, "steps=1", "name=another")
     assert (tmp_path / "runs/another/checkpoints").is_dir()
-
-
-@pytest.mark.parametrize("name", FOLDERS)
-def test_the_lines_of_errors_about_a_source_are_typed(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    files = numbered("cat/0.png", "dog/1.png")
-    for split in ("train", "val"):
-        put_tar(Path(name) / f"{split}-0.tar", files)
-        put(Path("hub") / name, {f"{split}-0.parquet": shard(0, 1)})
-    for source in (name, f"hub/{name}"):
-        choices = offered(lambda source=source: open_source(source), "source")
-        assert [len(open_source(choice["source"])) for choice in choices] == [2, 2]
-    put(Path("flat") / name, numbered("0.png", "1.png") | {"my labels.csv": "file_name,label\n0.png,a\n1.png,b\n"})
-    [choice, _] = offered(lambda: open_source(f"flat/{name}"), "labels")
-    assert open_source(f"flat/{name}", choice["labels"]).class_names == ["a", "b"]
-    put(Path("mixed") / name, {"0.png": files["cat/0.png"]})
-    put_tar(Path("mixed") / name / "x.tar", files)
-    [choice] = offered(lambda: open_source(f"mixed/{name}"), "source")
-    assert len(open_source(choice["source"])) == 2
-    [choice] = offered(lambda: open_source(f"{glob.escape(f'{tmp_path}/mixed/{name}')}/*"), "source")
-    assert Path(choice["source"]).samefile(Path("mixed") / name)
 
 
 @pytest.mark.parametrize("name", FOLDERS)
