@@ -41,20 +41,15 @@ def compile_blocks(model: Network, how: bool | str) -> None:
     """
     if not how:
         return  # the compiler is not even imported
-    prepare_compiler()
-    for block in model.blocks:
-        block.forward = torch.compile(block.forward, dynamic=False, mode=None if how is True else how)
-
-
-def prepare_compiler() -> None:
-    """Sets torch's compiler up for blocks that are compiled one by one, and removes what a stopped process left."""
-    # torch gives up after 8 graphs of one function. Routes of many lengths need more, as do several runs in a notebook.
+    # torch gives up after 8 graphs of one function. Routes of many lengths need more, as do several jobs of a sweep.
     torch._dynamo.config.recompile_limit = 64
     # Otherwise torch splits blocks where DDP's buckets end, to send gradients earlier. Blocks are short enough.
     torch._dynamo.config.optimize_ddp = False
     # On a CPU, GELU's tanh takes a tenth of a step less as exponentials than by the compiler's default.
     torch._inductor.config.cpp.use_decompose_tanh = True
     remove_unfinished_libraries()
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, dynamic=False, mode=None if how is True else how)
 
 
 def remove_unfinished_libraries() -> None:

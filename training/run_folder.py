@@ -190,7 +190,6 @@ def resume(run: Run) -> Meta | None:
     run.run_id = f"{run.folder.name}-{time.time_ns():x}"
     latest, meta = ranks.from_main(run.accelerator, partial(latest_checkpoint, run.folder)), None
     if latest is not None:
-        ranks.require_shared(run.accelerator, latest[0])
         meta = restore(run, *latest)
     else:
         ranks.from_main(run.accelerator, partial(require_no_steps, run))

@@ -68,9 +68,7 @@ def find_on_main_rank(
     state: Accelerator | PartialState, path: str | Path, weights: str | None = None,
 ) -> Checkpoint:
     """Finds weights as `find_checkpoint` does, only on the main rank, and sends the result to the others."""
-    checkpoint = ranks.from_main(state, partial(find_checkpoint, path, weights))
-    ranks.require_shared(state, checkpoint.file)
-    return checkpoint
+    return ranks.from_main(state, partial(find_checkpoint, path, weights))
 
 
 def latest_checkpoint(run: Path, names: tuple[str, ...] | None = None) -> tuple[Path, dict[str, Any]] | None:
