@@ -24,17 +24,16 @@ def code_of(file: str) -> str:
 
 
 @contextlib.contextmanager
-def installed(folder: Path, **own: str) -> Iterator[None]:
-    """Writes the page's files, and the code of `own` losses by name, where packages search; removes them afterwards."""
-    codes = {file: code_of(file) for file in PAGE} | {f"objectives/{name}": code for name, code in own.items()}
-    rooms = {file.partition("/")[0] for file in codes}
-    for file, code in codes.items():
+def installed(folder: Path) -> Iterator[None]:
+    """Writes the page's files where packages search, and removes them afterwards."""
+    rooms = {file.partition("/")[0] for file in PAGE}
+    for file in PAGE:
         (folder / file).parent.mkdir(exist_ok=True)
-        (folder / f"{file}.py").write_text(code)
+        (folder / f"{file}.py").write_text(code_of(file))
     for room in rooms:
         importlib.import_module(room).__path__.append(str(folder / room))
     yield
     for room in rooms:
         importlib.import_module(room).__path__.pop()
-    for file in codes:
+    for file in PAGE:
         sys.modules.pop(file.replace("/", "."), None)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import ROOT, run_command
 from own_extensions import code_of, installed
-from training_runs import assert_resumes, command, rows, trained
+from training_runs import assert_resumes, command
 
 import extensions
 import fid
@@ -21,26 +21,12 @@ from objectives import DiffusionLoss
 from weights import checkpoint as checkpoints
 from weights.loading import load_trained
 
-X0PRED = """from objectives.diffusion import DiffusionLoss
-
-
-class X0pred(DiffusionLoss):
-    changeable = ("factor",)
-
-    def __init__(self, *args, factor=1.0):
-        super().__init__(*args)
-        self.factor = factor
-
-    def forward(self, x, y):
-        return self.factor * super().forward(x, y)[0], {}
-"""
-
 
 @pytest.fixture(scope="module", autouse=True)
 def page(tmp_path_factory):
-    """The page's files, and a loss of another spelling, in folders that the packages search as well."""
+    """The page's files, in folders that the packages search as well."""
     folder = tmp_path_factory.mktemp("extensions")
-    with installed(folder, x0pred=X0PRED):
+    with installed(folder):
         yield folder
 
 
@@ -57,12 +43,6 @@ def test_the_pages_block_trains_by_its_name_with_dits_sizes(shapes, tmp_path):
     assert ended.returncode == 0, ended.stderr
     saved = checkpoints.read_meta(checkpoints.latest(tmp_path / "run"))
     assert (saved["network"]["block"], saved["step"], saved["network"]["patch_size"]) == ("parallel", 2, 2)
-
-
-def test_a_loss_has_the_one_class_of_its_file_and_a_keyword_without_annotation_is_any_value(shapes, tmp_path):
-    once, twice = (trained(tmp_path / str(factor), shapes, "objective.name=x0pred", f"+objective.factor={factor}",
-                           "steps=1", "log.every=1") and rows(tmp_path / str(factor))[0]["loss"] for factor in (1, 2))
-    assert twice == pytest.approx(2 * once)
 
 
 def test_the_pages_diffusion_trains_and_resumes_by_its_name_and_config(shapes, tmp_path, monkeypatch):

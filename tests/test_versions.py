@@ -1,24 +1,21 @@
-"""Sampled images and scores are those of SAMPLING_VERSION and SCORING_VERSION, and a run's first steps those recorded.
+"""Sampled images and scores are those of SAMPLING_VERSION and SCORING_VERSION.
 
 Rows of results have both versions. To change sampling or scoring, increment the constant. To store the new numbers,
-also of training, run `python tests/test_versions.py`.
+run `python tests/test_versions.py`.
 """
 
 import json
 import sys
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import conftest  # noqa: F401      (which puts the project on the path of the script, too)
 import numpy as np
 import pytest
 import torch
-from conftest import one_rank, run_command, score_with
+from conftest import one_rank, score_with
 from PIL import Image
-from test_data import write_folder
 from test_published_parity import TINY, checksum, fill, wave
 
-import train
 from autoencoder import pixels_to_images
 from dit import DiT
 from edm import DDPM, EDM
@@ -27,14 +24,12 @@ from guidance import Guidance
 from latents.images import center_crop
 from rf import RF
 from routing_module import Route
-from runtime import files
 from sampling.generate import SAMPLING_VERSION
 from sampling.options import labels_of
 from sampling.sampler import Sampler
 from scoring import features, image_sets, metrics
 from scoring.image_sets import sampled_images
 from scoring.score import SCORING_VERSION, Reference
-from weights import checkpoint as checkpoints
 
 FILE = Path(__file__).with_name("versions.json")
 HOMES = {"sampling": "sampling/generate.py", "scoring": "scoring/score.py"}
@@ -108,23 +103,6 @@ def scored() -> dict[str, float]:
     }
 
 
-def trained() -> dict[str, float]:
-    """Trains four steps: initial weights, order of latents, noise, masks, dropped labels, AdamW and EMA."""
-    with TemporaryDirectory() as folder:
-        latents, run = Path(folder, "latents"), Path(folder, "run")
-        write_folder(latents, wave((12, 3, 8, 8), 1).half().numpy(), np.arange(12) % 7, autoencoder="identity", scale=1)
-        run_command(train.main, "train.py", "data=folder", f"data.path={latents}", f"run_dir={run}", "steps=4",
-                    "batch_size=5", "model.backbone_type=DiT-S/2", "model.hidden_size=16", "model.depth=7",
-                    "model.num_heads=2", "model.init=xavier", "label_dropout=0.5", "optimizer.lr=1e-2",
-                    "optimizer.eps=1e-3", "optimizer.warmup_steps=0", "ema.decay=0.5", "ema.warmup=false",
-                    "log.every=1", "samples.every=0", "precision=fp32", "compile=false", "cpu=true",
-                    "log.trackers=[]")
-        numbers = {f"{key} of step {row['step']}": row[key] for row in files.read_rows(run / "metrics.jsonl")
-                 for key in ("loss", "grad_norm")}
-        last = checkpoints.latest(run)
-        return numbers | {name: sum(map(checksum, checkpoints.load(last, name).values())) for name in ("model", "ema")}
-
-
 def near(expected: list[float] | dict[str, float], name: str = "") -> object:
     """These numbers as another processor may round them; a few values of uint8 to the next level."""
     return pytest.approx(expected, rel=1e-4, abs=3 if name == "images" else 2e-3)
@@ -146,18 +124,12 @@ def test_scores_are_those_of_their_version():
     assert stored["version"] == SCORING_VERSION and scored() == near(stored["numbers"]), changed("scoring")
 
 
-def test_the_first_steps_of_a_run_are_those_recorded(fresh_accelerator):
-    assert trained() == near(json.loads(FILE.read_text())["training"]["numbers"])
-
-
 def store() -> None:
     """Writes the numbers of this code; refuses those that differ although the constant is the same."""
     before = json.loads(FILE.read_text()) if FILE.is_file() else {}
     now = {"sampling": {"version": SAMPLING_VERSION, "numbers": {name: sampled_numbers(name) for name in SAMPLED}},
-           "scoring": {"version": SCORING_VERSION, "numbers": scored()}, "training": {"numbers": trained()}}
+           "scoring": {"version": SCORING_VERSION, "numbers": scored()}}
     for what, old in before.items():
-        if what not in HOMES:
-            continue
         both = old["numbers"].keys() & now[what]["numbers"].keys()
         is_same = all(now[what]["numbers"][name] == near(old["numbers"][name], name) for name in both)
         if not is_same and old["version"] == now[what]["version"]:
