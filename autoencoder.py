@@ -156,7 +156,8 @@ class Autoencoder:
             images.append(self.convention.images(pixels))
         if strict and not torch.stack(finite).all():
             raise ValueError(f"autoencoder={self.name} decodes these latents to pixels that are not finite: set "
-                             f"decode_precision=fp32 or bf16, or choose another checkpoint.")
+                             f"decode_precision=fp32 or bf16, precision=fp32 and a common scale=, or choose another "
+                             f"checkpoint.")
         return torch.cat(images)
 
 

@@ -12,42 +12,27 @@ configs/sample.yaml and configs/sampling.yaml.
 from collections.abc import Mapping
 from pathlib import Path
 
-from runtime import files
 from runtime.command import command
 from runtime.device import join_ranks
+from runtime.ranks import from_main
 from runtime.schema import refuse
-from sampling.generate import SAMPLING_VERSION, compile_to_sample, gathered, generate
+from sampling.generate import compile_to_sample, gathered, generate
 from sampling.grids import GridSettings, default_grid
-from sampling.opening import Sampling, open_sampling
-from sampling.options import check_guided, labels_of, parse_seeds
-from sampling.pictures import check_file, check_folder, write_grid, write_npz, write_pngs
+from sampling.opening import open_sampling
+from sampling.options import check_guided, labels_of, parse_range
+from sampling.pictures import require_ours, write_grid, write_npz, write_pngs
 
 
 class SampleSettings(GridSettings):
     """configs/sample.yaml."""
 
     latents: bool
-    overwrite: bool
     compile: bool | None
-
-
-def name_set(cfg: SampleSettings, sampling: Sampling, seeds: list[int]) -> str:
-    """Hashes all that a set of pictures depends on, to recognise a folder that holds the same set."""
-    trained = sampling.trained
-    return files.record_sha256({
-        **sampling.sampler.record(), **trained.recorded, "weights_sha256": trained.checkpoint.sha256,
-        "autoencoder": trained.autoencoder, "precision": cfg.precision, "decode_precision": cfg.decode_precision,
-        "classes": sampling.classes, "seeds": seeds, "sampling_version": SAMPLING_VERSION})
-
-
-def suffix_of_output(cfg: SampleSettings) -> str:
-    """Returns the suffix of the output: .png for a grid, .npz, or none for a folder."""
-    return Path(cfg.out).suffix if cfg.out else ".png"
 
 
 def check_settings(cfg: SampleSettings, cli_overrides: Mapping[str, str]) -> SampleSettings:
     """Returns the settings; raises ValueError for some that do not go together."""
-    if suffix_of_output(cfg) not in ((".npz",) if cfg.latents else (".png", ".npz", "")):
+    if (Path(cfg.out).suffix if cfg.out else ".png") not in ((".npz",) if cfg.latents else (".png", ".npz", "")):
         raise ValueError(f"out={cfg.out or 'null'} is neither a grid (.png), nor an .npz (which latents=true needs), "
                          f"nor a folder (a name without a suffix).")
     if cfg.latents:
@@ -59,29 +44,26 @@ def check_settings(cfg: SampleSettings, cli_overrides: Mapping[str, str]) -> Sam
 
 @command("sample", SampleSettings, rooms=("solvers", "guidances"), check=check_settings)
 def main(cfg: SampleSettings) -> None:
-    state, kind = join_ranks(cfg.cpu, cfg.tf32, cfg.precisions), suffix_of_output(cfg)
-    seeds = parse_seeds("seeds", cfg.seeds)
+    state = join_ranks(cfg.cpu, cfg.tf32, cfg.precisions)
+    seeds, settings = parse_range("seeds", cfg.seeds), cfg.model_dump_json(exclude={"out"})
     sampling = open_sampling(state, cfg, as_latents=cfg.latents)
     trained = sampling.trained
-    out = Path(cfg.out) if cfg.out else default_grid(cfg, "sample", trained)
-    if kind and not cfg.overwrite:
-        check_file(out, "name another, or replace it with overwrite=true")
+    out = Path(cfg.out) if cfg.out else default_grid(cfg, trained)
+    from_main(state, lambda: require_ours(out))
     compile_to_sample(trained.net, sampling.sampler.guidance, cfg.compile, len(seeds), state.device)
     labels = labels_of(seeds, sampling.classes)
-    batches = generate(state, trained.net, sampling.sampler, sampling.decode, seeds, labels,
-                       batch_size=cfg.batch_size, precision=cfg.precision, progress="sampling")
-    if kind == ".png":
-        write_grid(state, gathered(state, batches), labels, out, trained.display_names, sampling.classes)
-    elif kind == ".npz":
-        keys = ("latents", "labels") if cfg.latents else ("arr_0", "arr_1")
-        write_npz(state, gathered(state, batches), out, seeds, labels, keys)
+    images = gathered(state, generate(
+        state, trained.net, sampling.sampler, sampling.decode, seeds, labels,
+        batch_size=cfg.batch_size, precision=cfg.precision, progress="sampling"))
+    if out.suffix == ".png":
+        write_grid(state, images, labels, out, trained.display_names, settings)
+    elif not state.is_main_process:
+        for _ in images:  # every rank samples its share
+            pass
+    elif out.suffix == ".npz":
+        write_npz(images, out, seeds, labels, settings, ("latents", "labels") if cfg.latents else ("arr_0", "arr_1"))
     else:
-        name = name_set(cfg, sampling, seeds)
-        earlier = check_folder(out, name, cfg.overwrite)
-        state.wait_for_everyone()  # until all ranks have checked the folder
-        for file in earlier if state.is_main_process else ():
-            file.unlink()
-        write_pngs(state, batches, out, name, seeds, labels)
+        write_pngs(images, out, seeds, labels, settings)
     state.print(f"{len(seeds)} {'latents' if cfg.latents else 'images'} from {trained.checkpoint.folder}: {out}")
 
 

@@ -1,6 +1,5 @@
 """Seeds -> images, over ranks."""
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -72,8 +71,7 @@ def generate(
     """
     device = next(net.parameters()).device
     batch_size = min(batch_size, len(seeds))
-    silent, began, said = progress is None or not state.is_main_process, time.perf_counter(), -1
-    bar = tqdm(total=len(seeds), desc=progress, unit="img", disable=silent or None)
+    bar = tqdm(total=len(seeds), desc=progress, unit="img", disable=not (progress and state.is_main_process) or None)
     for start in range(0, len(seeds), batch_size * state.num_processes):
         indices = torch.arange(batch_size) + start + batch_size * state.process_index
         indices[indices >= len(seeds)] = -1
@@ -83,12 +81,7 @@ def generate(
         with torch.autocast(unit.device.type, DTYPES[precision], enabled=precision != "fp32"):
             latents = sampler(net, unit, upload(y, device), noise.randn_like)
         yield indices, decode(latents)
-        done = min(start + batch_size * state.num_processes, len(seeds))
-        bar.update(done - start)
-        if bar.disable and not silent and 10 * done // len(seeds) not in (said, 10):  # in a pipe or a notebook
-            said, seconds = 10 * done // len(seeds), time.perf_counter() - began
-            print(f"{progress}: {done:,} of {len(seeds):,} images in {seconds:,.0f} s, about "
-                  f"{seconds * (len(seeds) / done - 1):,.0f} s to go")
+        bar.update(min(batch_size * state.num_processes, len(seeds) - start))
     bar.close()
 
 

@@ -3,17 +3,18 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from accelerate import PartialState
 from torch import Tensor
 
 import extensions
 from dit import DiT
-from guidance import Guidance, ends
+from guidance import Guidance
 from routing_module import Route
 from runtime import schema
 from runtime.device import DTYPES
-from sampling.options import SamplingSettings, parse_classes, print_empty_classes
+from sampling.options import SamplingSettings, parse_classes
 from sampling.sampler import Sampler
 from weights import autoencoders
 from weights.loading import Trained, find_on_main_rank, load_trained, other_data
@@ -31,13 +32,10 @@ class Sampling:
     side: int                           # of the images or latents
 
 
-def open_sampling(
-    state: PartialState, cfg: SamplingSettings, most_classes: int | None = None, as_latents: bool = False,
-) -> Sampling:
-    """Loads what the settings name before anything slow starts.
+def open_sampling(state: PartialState, cfg: SamplingSettings, as_latents: bool = False) -> Sampling:
+    """Loads what the settings name before anything slow starts; with `as_latents` no autoencoder.
 
-    If no classes are named, it samples at most the first `most_classes` that have images. With `as_latents` nothing
-    is decoded, and no autoencoder is loaded. Raises ValueError for settings that cannot work.
+    Raises ValueError for settings that cannot work.
     """
     if cfg.checkpoint is None:
         raise ValueError("Name what to sample from: checkpoint=runs/<name>, or a checkpoint folder.")
@@ -46,40 +44,26 @@ def open_sampling(
     net, weak = trained.net, None
     if cfg.scale is not None and cfg.weak is not None:
         weak = load_trained(find_on_main_rank(state, cfg.weak), device=state.device)
+        check_weak(cfg, trained, weak)
     guidance = None if cfg.scale is None else build_guidance(cfg, trained, weak)
     sampler = Sampler(trained.diffusion, cfg.num_steps, guidance, cfg.sampler.model_dump(),
                       weak.checkpoint.source if weak else None)
-    check_interval(sampler, net)
-    print_empty_classes(state, trained.classes, net.num_classes)
-    classes = parse_classes("classes", cfg.classes, net.num_classes, trained.class_names,
-                            trained.classes[:most_classes])
+    rehearse(sampler, net)
+    classes = parse_classes("classes", cfg.classes, net.num_classes, trained.class_names, trained.classes)
     if as_latents:
         return Sampling(trained, sampler, classes, finite, net.input_size)
     decoder = autoencoders.load_decoder(
         trained.autoencoder, (net.in_channels, net.input_size, net.input_size), trained.convention, state.device,
         DTYPES[cfg.decode_precision], batch_size=cfg.decode_batch_size, trusted=cfg.autoencoder is not None,
     )
-    return Sampling(trained, sampler, classes, lambda latents: decoder.decode(finite(latents), strict=True),
+    return Sampling(trained, sampler, classes, partial(decoder.decode, strict=True),
                     net.input_size * decoder.downsample)
 
 
 def build_guidance(cfg: SamplingSettings, trained: Trained, weak: Trained | None) -> Guidance:
-    """Builds guidance from its settings; raises ValueError, with the numbers, if they cannot work with the networks."""
-    if weak is not None:
-        check_weak(cfg, trained, weak)
-    for name, gamma, passed in (("gamma1", cfg.gamma1, trained), ("gamma2", cfg.gamma2, weak or trained)):
-        if 1 in ends(gamma) and cfg.routes is None and not any(route.path_drop for route in passed.net.routes):
-            raise ValueError(f"{name}=1, as in guidance=path_drop, skips the blocks of the network's route, but it was "
-                             f"not trained for that (path_drop): choose guidance=tread, or name blocks by routes=.")
-    num_tokens = trained.net.pos_embed.shape[1]
-    routed1, routed2 = ([int(ratio * num_tokens) for ratio in ends(gamma)] for gamma in (cfg.gamma1, cfg.gamma2))
-    if cfg.routes and not any(routed1 + routed2):
-        raise ValueError(f"No token takes the blocks of routes= at gamma1={schema.as_text(cfg.gamma1)} "
-                         f"gamma2={schema.as_text(cfg.gamma2)}: set gamma2=0.5.")
-    is_same = weak is None or (weak.checkpoint.sha256, weak.weights) == (trained.checkpoint.sha256, trained.weights)
-    if cfg.scale != 1 and is_same and routed1 == routed2 and not cfg.drop_label:
-        raise ValueError(f"scale={cfg.scale:g} guides nothing, as both passes are the same: set drop_label=true, a "
-                         f"higher gamma2=, or weak=<another network>.")
+    """Builds guidance from its settings; raises ValueError for a kind that lacks them."""
+    # The same weights are the same network, whose passes may share a batch.
+    net2 = weak.net if weak is not None and weak.checkpoint.sha256 != trained.checkpoint.sha256 else None
     kind, own = Guidance, dict(cfg.kind)
     if own:
         kind = extensions.find("guidances", own.pop("name", None))
@@ -87,8 +71,7 @@ def build_guidance(cfg: SamplingSettings, trained: Trained, weak: Trained | None
     given = {name: getattr(cfg, name) for name in ("scale", "gamma1", "gamma2", "drop_label", "interval", "channels")}
     routes = None if cfg.routes is None else tuple(
         Route(selection_ratio=0.0, **route.model_dump()) for route in cfg.routes)
-    guidance: Guidance = kind(**given, routes=routes, net2=weak.net if weak else None, **own)
-    guidance.check(trained.net)
+    guidance: Guidance = kind(**given, routes=routes, net2=net2, **own)
     return guidance
 
 
@@ -103,24 +86,24 @@ def check_weak(cfg: SamplingSettings, trained: Trained, weak: Trained) -> None:
         raise ValueError(f"weak={cfg.weak} and the checkpoint cannot be mixed: {' and '.join(differences)}.")
 
 
-def check_interval(sampler: Sampler, net: DiT) -> None:
-    """Rehearses sampling; raises ValueError for what it would raise, and if no step is in guidance's interval."""
-    passes, guidance, most = sampler.passes(net).total(), sampler.guidance, sampler.diffusion.max_noise
-    if guidance is None or guidance.interval is None:
+def rehearse(sampler: Sampler, net: DiT) -> None:
+    """Raises ValueError for what sampling would raise, and for guidance that would change nothing."""
+    passes, guidance, most = sampler.passes(net), sampler.guidance, sampler.diffusion.max_noise
+    if guidance is None or guidance.scale == 1:
         return
-    low, high = guidance.interval
+    low, high = guidance.interval or (0, 0)
     if most < high < math.inf:
         raise ValueError(f"interval={[low, high]} has EDM's sigmas, but this diffusion's noise levels end at {most:g}. "
                          f"Flow matching's are t = sigma / (1 + sigma): set interval=[{low / (1 + low):.3g},"
                          f"{high / (1 + high):.3g}].")
-    if guidance.scale != 1 and passes == replace(sampler, guidance=None).passes(net).total():
-        raise ValueError(f"None of the {sampler.num_steps} steps begins at a noise level in interval={[low, high]}, so "
-                         f"nothing would be guided: give a wider one, or more num_steps=.")
+    if passes == replace(sampler, guidance=replace(guidance, scale=1)).passes(net):
+        raise ValueError(f"scale={guidance.scale:g} guides nothing, as no step has two different passes: set "
+                         f"drop_label=true, a higher gamma2=, weak=<another network> or a wider interval=.")
 
 
 def finite(latents: Tensor) -> Tensor:
     """Returns latents unchanged; raises ValueError if they are not finite."""
     if not latents.isfinite().all():
-        raise ValueError("The sampled latents are not finite: use more common values of scale= and of the "
-                         "sampler's settings, set precision=fp32, or choose an earlier checkpoint.")
+        raise ValueError("The sampled latents are not finite: set precision=fp32 and common values of scale= and of "
+                         "the sampler's settings, or choose an earlier checkpoint.")
     return latents

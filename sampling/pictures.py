@@ -1,15 +1,11 @@
 """Sampled images -> a grid, PNG files, an npz."""
 
 import importlib.util
-import json
 import math
-import os
-import re
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,20 +14,17 @@ from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngImageFile, PngInfo
 from torch import Tensor
 
-from latents.listing import looks_like_image
-from runtime.device import describe_device
-from runtime.files import atomic_write, open_plain, parse_json, remove_leftovers, write_array
-from sampling.generate import Batch
+from runtime.files import atomic_write, open_plain, write_array
 
 MOST_COLUMNS = 10  # of a grid, as a class may have many images
-WRITERS = 4  # threads of a rank that write PNGs
+WRITERS = 4  # threads that write PNGs
+MARK = "sampling"  # in files of ours: a text of a PNG, or the beginning of a zip's comment
 
 
 def draw_grid(
     images: Tensor,                         # (N, H, W, 3) uint8
     labels: list[int],                      # one per image
     display_names: list[str] | None,        # of the classes; None: numbers are shown
-    classes: Iterable[int] = (),            # in the order of the rows; other classes follow
 ) -> Image.Image:
     """Lays out images in captioned rows of at most MOST_COLUMNS; each class begins one.
 
@@ -41,8 +34,7 @@ def draw_grid(
     pixels = images.numpy()
     height, width = pixels.shape[1:3]
     zoom = max(1, 64 // height)
-    present = [label for label in dict.fromkeys([*classes, *labels]) if label in labels]
-    groups = [[i for i, other in enumerate(labels) if other == label] for label in present]
+    groups = [[i for i, other in enumerate(labels) if other == label] for label in dict.fromkeys(labels)]
     most = max(map(len, groups))
     columns = math.ceil(most / math.ceil(most / MOST_COLUMNS))  # which leaves the fewest cells empty
     if most == 1:
@@ -75,112 +67,68 @@ def draw_grid(
     return grid
 
 
-def save_image(image: Image.Image, path: Path, record: dict[str, object], synced: bool = True) -> None:
-    """Writes a PNG that contains `record` as a line of JSON; `synced` is as in `atomic_write`."""
+def save_png(image: Image.Image, path: Path, settings: str) -> None:
+    """Writes a PNG that contains the `settings` that made it."""
     info = PngInfo()
-    info.add_text("sampling", json.dumps(record))
-    with atomic_write(path, synced) as partial:
-        image.save(partial, format="PNG", pnginfo=info, compress_level=1)  # a quarter of the time, a fifth larger
+    info.add_text(MARK, settings)
+    image.save(path, format="PNG", pnginfo=info, compress_level=1)  # a quarter of the time, a fifth larger
 
 
 def write_grid(
     state: Accelerator | PartialState, images: Iterable[Tensor], labels: list[int], path: Path,
-    display_names: list[str] | None, classes: Iterable[int] = (),
+    display_names: list[str] | None, settings: str = "",
 ) -> Image.Image | None:
     """Consumes the gathered images of all ranks; the main one writes the grid and returns it."""
     together = torch.cat([*images])
     if not state.is_main_process:
         return None
-    grid = draw_grid(together, labels, display_names, classes)
-    save_image(grid, path, describe_device(state.device))
+    grid = draw_grid(together, labels, display_names)
+    with atomic_write(path) as partial:
+        save_png(grid, partial, settings)
     return grid
 
 
-def read_sampling_record(path: Path) -> dict[str, Any] | None:
-    """Reads the record that `save_image` or `write_npz` put into a file; None if the file has none."""
-    try:
-        if path.suffix == ".npz":
-            with open_plain(path) as file, zipfile.ZipFile(file) as archive:
-                text = archive.comment
-        else:
-            with open_plain(path) as file, PngImageFile(file) as image:  # the header; Image.open refuses large grids
-                text = image.info.get("sampling", "")
-        record = parse_json(text)
-    except Exception:  # Pillow and zipfile each have their own for a file that is not ours
-        return None
-    return record if isinstance(record, dict) and "device" in record else None
-
-
-def check_file(path: Path, remedy: str) -> None:
-    """Raises ValueError, ending in `remedy`, if there is a file that none of our commands made."""
-    if path.is_file() and read_sampling_record(path) is None:
-        raise ValueError(f"out={path} exists and was not made by this code: {remedy}.")
-
-
-def check_folder(folder: Path, name: str, overwrite: bool) -> list[Path]:
-    """Lists the pictures that `write_pngs` wrote into a folder for a set of another name.
-
-    Raises ValueError if there are some and `overwrite` is false, and for pictures from elsewhere.
-    """
-    if folder.is_file():
-        raise ValueError(f"out={folder} is a file: name a folder, or a grid's .png or an .npz.")
-    earlier = []
-    for file in folder.rglob("*"):
-        named = file.parent == folder and re.fullmatch(r"\d{6,}_\d+\.png", file.name)
-        record = read_sampling_record(file) if named else None
-        if record is None and looks_like_image(file.relative_to(folder).as_posix()):
-            raise ValueError(f"out={folder} holds pictures that were not made by this code, such as {file.name}: name "
-                             f"another folder.")
-        if record and record.get("set") != name:
-            earlier.append(file)
-    if earlier and not overwrite:
-        raise ValueError(f"out={folder} holds pictures of another set, such as {earlier[0].name}: name another folder, "
-                         f"or clear it with overwrite=true.")
-    return earlier
-
-
-def write_pngs(
-    state: PartialState, batches: Iterable[Batch], folder: Path, name: str, seeds: list[int], labels: list[int],
-) -> None:
-    """Consumes this rank's batches, and writes each image as `<seed>_<label>.png` while the next batch is sampled.
-
-    Each picture records the name of its set. A kill leaves fewer pictures, but no part of one under a picture's name.
-    """
-    if state.is_main_process:
-        remove_leftovers(folder, "*_*.png")
-    state.wait_for_everyone()  # before any rank writes there, also a picture of a name that was removed
-    record = {**describe_device(state.device), "set": name}
-
-    def write(index: int, image: np.ndarray) -> None:
-        save_image(Image.fromarray(image), folder / f"{seeds[index]:06d}_{labels[index]}.png", record, synced=False)
-
-    with ThreadPoolExecutor(WRITERS) as pool:
-        writes: Iterator[None] = iter(())
-        for indices, images in batches:
-            real = indices >= 0  # without the copies
-            pixels = [*images.cpu()[real].numpy()]
-            list(writes)  # waits for the last batch, and raises its errors
-            writes = pool.map(write, indices[real].tolist(), pixels)
-        list(writes)
-    os.sync()  # once, as a sync of each picture would take longer than sampling it
-    state.wait_for_everyone()
+def write_pngs(images: Iterable[Tensor], folder: Path, seeds: list[int], labels: list[int], settings: str) -> None:
+    """Writes each image as `<seed>_<label>.png` into a folder, which replaces `folder` once it is complete."""
+    names = iter([f"{seed:06d}_{label}.png" for seed, label in zip(seeds, labels, strict=True)])
+    with atomic_write(folder) as partial, ThreadPoolExecutor(WRITERS) as pool:
+        partial.mkdir()
+        for batch in images:
+            list(pool.map(lambda pixels, name: save_png(Image.fromarray(pixels), partial / name, settings),
+                          batch.numpy(), names))
 
 
 def write_npz(
-    state: PartialState, images: Iterable[Tensor], path: Path, seeds: list[int], labels: list[int],
+    images: Iterable[Tensor], path: Path, seeds: list[int], labels: list[int], settings: str,
     keys: tuple[str, str] = ("arr_0", "arr_1"),
 ) -> None:
-    """Consumes the gathered images of all ranks; the main one streams them into an npz, by default in ADM's keys.
+    """Streams images into an npz, by default in ADM's keys.
 
     The first key has the images (N, H, W, 3) uint8 or the latents (N, C, h, w) float32, and the second the labels (N,)
-    int64. `seeds` has the seeds (N,) int64. The archive's comment names the device that sampled them.
+    int64. `seeds` has the seeds (N,) int64, and the archive's comment the settings.
     """
-    if not state.is_main_process:
-        for _ in images:  # every rank samples its share
-            pass
-        return
     with atomic_write(path) as partial, zipfile.ZipFile(partial, "w") as archive:
-        archive.comment = json.dumps(describe_device(state.device)).encode()
+        archive.comment = f"{MARK} {settings}".encode()
         write_array(archive, keys[0], (part.numpy() for part in images), len(seeds))
         write_array(archive, keys[1], [np.array(labels)], len(seeds))
         write_array(archive, "seeds", [np.array(seeds)], len(seeds))
+
+
+def is_ours(path: Path, mark: str = MARK) -> bool:
+    """True for a PNG or npz with our mark, and for a folder of such files alone."""
+    if path.is_dir():
+        return all(map(is_ours, path.iterdir()))
+    try:
+        with open_plain(path) as file:
+            if path.suffix == ".npz":
+                return zipfile.ZipFile(file).comment.startswith(mark.encode())
+            return mark in PngImageFile(file).info  # the header; Image.open refuses large grids
+    except Exception:  # Pillow and zipfile have many kinds for a file that is not ours
+        return False
+
+
+def require_ours(*outs: Path, mark: str = MARK) -> None:
+    """Raises ValueError for an output's path at which there is something else than such an output of ours."""
+    for out in outs:
+        if out.exists() and not is_ours(out, mark):
+            raise ValueError(f"out={out} exists and was not made by this command: name another.")

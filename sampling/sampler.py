@@ -1,6 +1,5 @@
 """How latents are sampled: a diffusion's solver with all its settings, the number of steps, and guidance."""
 
-import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -17,7 +16,8 @@ from guidance import Guidance, Network
 from rf import RF
 from routing_module import Route
 from runtime.schema import read
-from weights.records import settings_of
+from sampling.options import OF_ALL
+from weights.records import keywords, settings_of
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Sampler:
     """A diffusion's sampler: called with a network, it turns noise into latents.
 
     `settings` are the solver's, by name. Those that are absent or None take the diffusion's value, as for shift, or the
-    solver's default. Raises ValueError for a setting or solver that does not exist, and noise levels in wrong order.
+    solver's default. Raises ValueError for a setting or solver that does not exist.
     """
 
     diffusion: EDM | RF
@@ -89,33 +89,16 @@ class Meter:
 
 def complete(diffusion: EDM | RF, chosen: Mapping[str, Any]) -> dict[str, Any]:
     """Completes the settings of a diffusion's sampler as `Sampler` documents; raises ValueError as it does."""
-    def defaults_of(sample: Callable[..., Tensor]) -> dict[str, Any]:
-        parameters = inspect.signature(sample).parameters
-        return {name: getattr(diffusion, name, parameters[name].default) for name in parameters
-                if name not in ("net", "noise", "y", "num_steps", "guidance", "randn_like")}
-
-    chosen = {name: value for name, value in chosen.items() if value is not None}
-    defaults, whose, solver = defaults_of(diffusion.sample), type(diffusion).__name__, chosen.get("solver")
-    if solver == "heun" and "solver" not in defaults:       # its only one, by name
-        del chosen["solver"]
-    elif solver in extensions.names("solvers"):
-        found, whose = extensions.find("solvers", solver), f"solvers/{solver}.py"
-        own = {name: one.default for name, one in extensions.keywords_of(found).items()}
-        read(settings_of(found), {name: chosen[name] for name in own if name in chosen}, "sampler: ")
-        defaults = {"solver": None, **own}
-    elif "solver" in defaults and hasattr(diffusion, f"sample_{solver}"):   # a method with settings of its own
-        defaults = {"solver": None, **defaults_of(getattr(diffusion, f"sample_{solver}"))}
-        whose += f" with solver={solver}"
-    for name, value in chosen.items():
-        if name not in defaults:
-            raise ValueError(f"sampler.{name}={value}: the sampler of {whose} has no such setting; it has "
-                             f"{', '.join(defaults)}.")
-    changed = {name: value for name, value in chosen.items() if value != defaults[name]}  # so 80.0 is recorded as 80
-    settings = {name: value for name, value in (defaults | changed).items() if value is not None}
-    for low, high in (("sigma_min", "sigma_max"), ("S_min", "S_max")):
-        if low in settings and settings[low] >= settings[high]:
-            raise ValueError(f"sampler.{low}={settings[low]} is not below sampler.{high}={settings[high]}.")
-    churn = [f"sampler.{name}={chosen[name]}" for name in ("S_min", "S_max", "S_noise") if name in chosen]
-    if churn and "S_churn" not in chosen:
-        raise ValueError(f"{' '.join(churn)} would change nothing without churn: also set sampler.S_churn=40.")
-    return settings
+    solver = chosen.get("solver")
+    if solver in extensions.names("solvers"):
+        declared = settings_of(extensions.find("solvers", solver), solver=(str, None))
+    elif hasattr(diffusion, f"sample_{solver}"):    # a method with settings of its own
+        declared = keywords(getattr(diffusion, f"sample_{solver}"), **OF_ALL, solver=(str, None))
+    else:
+        declared = keywords(diffusion.sample, **OF_ALL)
+    usual = {name: field.default for name, field in declared.model_fields.items()}
+    # So 80.0 is recorded as 80.
+    given = {name: value for name, value in chosen.items() if value is not None and value != usual.get(name)}
+    complete = read(declared, given, f"The sampler of {type(diffusion).__name__}: ").model_dump()
+    settings = {name: getattr(diffusion, name, None) if value is None else value for name, value in complete.items()}
+    return {name: value for name, value in settings.items() if value is not None}

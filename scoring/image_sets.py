@@ -21,7 +21,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dit import DiT
-from latents.decoding import UnreadableImage, is_transparent, open_image
+from latents.decoding import is_transparent, open_image
 from latents.folder import open_latents
 from latents.images import open_source
 from runtime import files
@@ -48,10 +48,7 @@ class StoredImages:
     rule: str = "as stored"                 # how pixels were rounded to 8 bits
 
     def choose(self, num: int) -> np.ndarray:
-        """Picks `num` indices, evenly spread, in the order in which they are scored.
-
-        The Inception Score is a mean over splits, so a folder's images must not be sorted by class.
-        """
+        """Picks `num` indices, evenly spread, in the order in which they are scored."""
         chosen = evenly(self.count, num)
         return chosen if self.shuffled is None else self.shuffled[np.isin(self.shuffled, chosen)]
 
@@ -112,13 +109,6 @@ def are_files(path: str) -> bool:
     return Path(path).suffix not in ARRAYS and not (Path(path) / "metadata.json").is_file()
 
 
-def require_array(key: str, path: str | None) -> None:
-    """Raises ValueError for an npz or npy that does not exist; features are loaded after this check."""
-    if path and Path(path).suffix in ARRAYS and not Path(path).exists():
-        raise ValueError(f"{key}={path} does not exist (looked from {Path.cwd()}): name one file. A pattern may only "
-                         f"name tars or parquet files.")
-
-
 def open_array(key: str, path: str) -> StoredImages:
     """Opens the images of an npy, or under arr_0 of an npz; each is read when it is needed."""
     kind, file, place = Path(path).suffix[1:], Path(path), f"{key}={path}"
@@ -174,21 +164,16 @@ def open_files(
 ) -> StoredImages:
     """Opens a folder or archive of images, which are scored in the order of their hashes, whatever their names are.
 
-    All hashes and sizes must be known before the first image is scored, so ranks share the reading.
+    The Inception Score is a mean over splits, so they must not be sorted by class. All hashes and sizes must be known
+    before the first image is scored, so ranks share the reading.
     """
-    source = open_source(path, labels="none", key=key)
-    pool = ThreadPoolExecutor(8)
-
-    def unreadable(index: int, error: Exception) -> ValueError:
-        return ValueError(f"{key}={path}: {source.names[index]} cannot be read as an image ({error}): replace it.")
+    source, pool = open_source(path, labels="none", key=key), ThreadPoolExecutor(8)
 
     def look(index: int) -> tuple[int, bytes, tuple[int, int], bool]:
-        try:
+        with reading(f"{key}={path}: {source.names[index]}", "an image", "replace it"):
             data = source.read(index)
             with open_image(data) as image:  # the header only, unless it has an alpha channel
                 return index, hashlib.sha256(data).digest(), image.size, not alpha and is_transparent(image)
-        except (UnreadableImage, OSError) as error:
-            raise unreadable(index, error) from error
 
     mine = range(state.process_index, len(source), state.num_processes)
     looked: list[tuple[int, bytes, tuple[int, int], bool]] = []
@@ -202,54 +187,35 @@ def open_files(
                          f"pytorch-fid and clean-fid do, or alpha=white to lay them over white"
                          f"{'. fid.py reference_from= makes an npz so' * ('.' in key)}.")
     copies, counts = len(digests) - len({*digests}), Counter(sizes)
-    if copies > len(digests) // 100 and state.is_main_process:
-        print(f"{key}={path}: {copies:,} of {len(digests):,} files are copies of others, as if seeds were used twice.")
+    if copies > len(digests) // 100:
+        state.print(f"{key}={path}: {copies:,} of {len(digests):,} files are copies of others, as if seeds were used "
+                    f"twice.")
     if len(counts) > 1 and resolution is None:
         most = ", ".join(f"{count} of {width}x{height}" for (width, height), count in counts.most_common(3))
         raise ValueError(f"{key}={path} holds images of {len(counts)} sizes ({most}): resize them to one, or set "
                          f"resolution= to scale and crop them by ADM's rule.")
 
     def pixels(index: int) -> np.ndarray:
-        try:
+        with reading(f"{key}={path}: {source.names[index]}", "an image", "replace it"):
             return source.pixels(index, resolution, alpha)
-        except UnreadableImage as error:
-            raise unreadable(index, error) from error
 
     def read(indices: np.ndarray) -> Tensor:
         return torch.from_numpy(np.stack(list(pool.map(pixels, indices.tolist()))))
 
     size = [resolution] * 2 if resolution else list(sizes[0][::-1])
     record = {"path": str(path), "sha256": hashlib.sha256(b"".join(digests)).hexdigest(), "size": size,
-              "order": "shuffled by the files' SHA-256, copies apart"} | ({"alpha": alpha} if alpha else {})
-    return StoredImages(len(source), read, record, shuffled(digests))
-
-
-def shuffled(digests: tuple[bytes, ...]) -> np.ndarray:
-    """Orders files (n,) by a hash of their content and the number of earlier copies, which spreads copies."""
-    copies, keys = Counter[bytes](), []
-    for digest in digests:
-        keys.append(hashlib.sha256(digest + copies[digest].to_bytes(8, "big")).digest())
-        copies[digest] += 1
-    return np.array(sorted(range(len(keys)), key=keys.__getitem__))
+              "order": "shuffled by the files' SHA-256"} | ({"alpha": alpha} if alpha else {})
+    keys = [hashlib.sha256(digest + bytes(8)).digest() for digest in digests]
+    return StoredImages(len(source), read, record, np.array(sorted(range(len(keys)), key=keys.__getitem__)))
 
 
 # ---- sampled --------------------------------------------------------------------------------------------------------
 
 
-def weights_record(
-    weights: str, autoencoder: str, decode_precision: str, classes: list[int], num_classes: int, *, checkpoint: str,
-    step: int | None, **more: object,
-) -> dict[str, Any]:
-    """Records weights, decoder and classes: all, a list, or the length and hash of a long list."""
-    shown: object = classes
-    if classes == list(range(num_classes)):
-        shown = "all"
-    elif len(classes) > 100:
-        shown = {"count": len(classes), "sha256": files.record_sha256({"classes": classes})}
-    ema = None if "imported" in more else weights.startswith("ema")  # the import's record has the key in their file
-    return {"checkpoint": checkpoint, "step": step, "weights": weights, "ema": ema, **more,
-            "classes": shown, "autoencoder": autoencoder,
-            "autoencoder_sha256": autoencoders.sha256_of(autoencoder), "decode_precision": decode_precision}
+def weights_record(autoencoder: str, classes: list[int], num_classes: int, **more: object) -> dict[str, Any]:
+    """Records weights, decoder and classes; `more` are what checkpoint, step and weights they are."""
+    return {**more, "classes": "all" if classes == list(range(num_classes)) else classes, "autoencoder": autoencoder,
+            "autoencoder_sha256": autoencoders.sha256_of(autoencoder)}
 
 
 def sampled_images(

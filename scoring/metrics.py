@@ -78,18 +78,8 @@ class ScoreSums:
 
     def score(self) -> float:
         """Returns exp of the mean KL(p(y|x) || p(y)), averaged over the splits (Salimans et al., arXiv 1606.03498)."""
-        return mean_score(self.sums)
-
-    def are_sorted(self) -> bool:
-        """True if full splits score much less than all their images at once, as each has only some of the classes."""
-        full = self.sums[self.sums[:, 0] == SPLIT]
-        return len(full) > 1 and mean_score(full) < 0.7 * mean_score(full.sum(0, keepdim=True))
-
-
-def mean_score(sums: Tensor) -> float:
-    """Averages the Inception Scores of splits, from the `sums` (splits, 2 + classes) over their images."""
-    count, p_log_p, p = sums[:, :1], sums[:, 1], sums[:, 2:]
-    return (p_log_p / count[:, 0] + torch.special.entr(p / count).sum(1)).exp().mean().item()
+        count, p_log_p, p = self.sums[:, :1], self.sums[:, 1], self.sums[:, 2:]
+        return (p_log_p / count[:, 0] + torch.special.entr(p / count).sum(1)).exp().mean().item()
 
 
 # ---- statistics -> scores -------------------------------------------------------------------------------------------
@@ -105,17 +95,6 @@ def frechet_distance(mu1: Array, sigma1: Array, mu2: Array, sigma2: Array) -> fl
                                 for value in (mu1, sigma1, mu2, sigma2))
     root = sum_of_singular_values(square_root(sigma1).T @ square_root(sigma2))
     return ((mu1 - mu2).square().sum() + sigma1.trace() + sigma2.trace() - 2 * root).item()
-
-
-def why_no_covariance(sigma: Tensor) -> str | None:
-    """Explains why a matrix (D, D) is not a covariance, up to rounding in float32; None if it is one."""
-    apart, limit = (sigma - sigma.T).abs().max().item(), 1e-4 * sigma.abs().max().item()
-    if apart > limit:
-        return f"it is not symmetric: entries differ by up to {apart:.3g}"
-    slack = 1e-5 * sigma.trace().item() + 1e-30  # for eigenvalues; Cholesky finds negative ones ten times as fast
-    if torch.linalg.cholesky_ex(sigma + slack * torch.eye(len(sigma), dtype=sigma.dtype)).info:
-        return f"it has negative eigenvalues, down to {torch.linalg.eigvalsh(sigma)[0].item():.3g}"
-    return None
 
 
 def square_root(sigma: Tensor) -> Tensor:
@@ -211,8 +190,11 @@ def precision_recall(
     """Computes the fraction of images in the reference's balls, and of the reference in the images' balls.
 
     Features are (N, D) and (M, D) float32 on one device; a ball reaches the third nearest neighbour in its own set
-    (Kynkäänniemi et al., arXiv 1904.06991). Both sets need a third neighbour.
+    (Kynkäänniemi et al., arXiv 1904.06991). Raises ValueError for sets without a third neighbour.
     """
+    if (fewest := min(len(reference), len(images))) <= NEIGHBOUR:
+        raise ValueError(f"precision and recall need more than {NEIGHBOUR} images of both sets, and there are "
+                         f"{fewest}: name other metrics=.")
     with exact_float32():
         reference_radii, image_radii = radii(reference, measure), radii(images, measure)
         within_images = torch.zeros(len(reference), dtype=torch.bool, device=reference.device)

@@ -80,7 +80,7 @@ def score_with(extractor, reference, batches, count: int, asked=None) -> dict[st
     from scoring.image_sets import ImageSet
     from scoring.score import Evaluator, available_metrics, score_on
 
-    evaluator = Evaluator(extractor, reference, available_metrics(extractor, reference, asked, count))
+    evaluator = Evaluator(extractor, reference, available_metrics(extractor, reference, asked))
     return score_on(one_rank(), evaluator.measured(one_rank(), 64), ImageSet(count, {}, "", batches))
 
 

@@ -26,16 +26,8 @@ from objectives import DiffusionLoss, build_objective, trained_parameters
 from rf import RF
 from runtime import ranks, sharding
 from runtime.device import DTYPES, DType
-from sampling.options import (
-    GRID_CLASSES,
-    labels_of,
-    parse_classes,
-    parse_seeds,
-    print_empty_classes,
-    print_unscored_classes,
-)
+from sampling.options import labels_of, parse_classes, parse_range
 from scoring.features import load_extractor
-from scoring.image_sets import require_array
 from scoring.score import Evaluator, available_metrics, open_reference
 from training import speed
 from training.optimizers import build_optimizer
@@ -46,6 +38,8 @@ from weights import checkpoint as checkpoints
 from weights.averages import names_of
 from weights.loading import find_on_main_rank, latest_checkpoint
 from weights.records import build_diffusion, build_network, build_schedule
+
+GRID_CLASSES = 10  # a grid shows at most this many classes unless some are named
 
 # ---- a run ----------------------------------------------------------------------------------------------------------
 
@@ -163,7 +157,6 @@ def open_data(cfg: TrainSettings, accelerator: Accelerator) -> Latents:
         latents = open_latents(cfg.data.path, cfg.data.verify and accelerator.is_local_main_process)
     num_classes = cfg.data.num_classes or latents.num_classes
     latents.require(shape=latent_shape(cfg, latents), num_classes=num_classes)
-    print_empty_classes(accelerator, latents.classes, num_classes)
     return latents
 
 
@@ -209,7 +202,7 @@ def open_decoder(
 
 def choose_grid(cfg: SamplesSettings, latents: Latents) -> tuple[list[int], list[int]]:
     """Returns seeds and labels of the sample grids."""
-    seeds = parse_seeds("samples.seeds", cfg.seeds)
+    seeds = parse_range("samples.seeds", cfg.seeds)
     classes = parse_classes("samples.classes", cfg.classes, latents.num_classes, latents.class_names,
                             latents.classes[:GRID_CLASSES])
     return seeds, labels_of(seeds, classes)
@@ -221,13 +214,11 @@ def open_evaluator(cfg: TrainSettings, accelerator: Accelerator, latents: Latent
     if evaluate.reference is None:
         raise ValueError(f"evaluate.every={evaluate.every} needs evaluate.reference=<an npz, or images>; "
                          f"docs/evaluation.md explains how to get or make one.")
-    require_array("evaluate.reference", evaluate.reference)
     extractor = load_extractor(accelerator, evaluate.features, evaluate.features_weights)
     reference = open_reference(
-        accelerator, evaluate.reference, extractor, side, reference_size=evaluate.reference_size,
-        images_size=[side, side], key="evaluate.reference", autoencoder=cfg.data.autoencoder)
-    metrics = available_metrics(extractor, reference, evaluate.metrics, evaluate.num_samples)
-    print_unscored_classes(accelerator, evaluate.num_samples, latents.classes, "evaluate.num_samples")
+        accelerator, evaluate.reference, extractor, side, images_size=[side, side], key="evaluate.reference",
+        autoencoder=cfg.data.autoencoder)
+    metrics = available_metrics(extractor, reference, evaluate.metrics)
     return Evaluator(extractor, reference, metrics).measured(accelerator, evaluate.batch_size)
 
 

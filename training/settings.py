@@ -155,7 +155,6 @@ class SamplesSettings(Settings):
 class EvaluateSettings(Settings):
     every: NonNegativeInt
     reference: Location | None
-    reference_size: Size | None
     features: Features
     features_weights: Location | None
     metrics: results.Metrics | None

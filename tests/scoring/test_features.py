@@ -5,7 +5,6 @@ import re
 import runpy
 import shutil
 import urllib.error
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +17,7 @@ from latents.images import open_source
 from runtime.files import sha256
 from scoring import features
 from scoring.features import Extractor, extract
+from scoring.metrics import distances_in_half, squared_distances
 from scoring.score import measure
 
 
@@ -67,24 +67,13 @@ def test_extraction_runs_without_tf32_and_puts_the_setting_back(monkeypatch):
     torch.set_float32_matmul_precision(before)
 
 
-@pytest.mark.parametrize("name", ["adm", "inception"])
-def test_weights_that_cannot_be_downloaded_raise_a_one_line_error(name, tmp_path, monkeypatch):
+def test_weights_that_cannot_be_downloaded_raise_a_one_line_error(tmp_path, monkeypatch):
     def offline(*args, **kwargs):
         raise urllib.error.URLError("no network")
 
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr(torch.hub, "download_url_to_file", offline)
     with pytest.raises(ValueError, match="could not be downloaded .*features_weights=path/to/"):
-        load(name)
-
-
-def test_an_empty_file_in_a_cache_is_downloaded_again_and_a_damaged_one_is_to_be_deleted(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    file = tmp_path / "hub/checkpoints/weights-inception-2015-12-05-6726825d.pth"
-    file.parent.mkdir(parents=True)
-    file.touch()
-    monkeypatch.setattr(torch.hub, "download_url_to_file", lambda url, path, *_: Path(path).write_text("half"))
-    with pytest.raises(ValueError, match="6726825d.pth is not .* Delete it, and the same command"):
         load("inception")
 
 
@@ -132,6 +121,7 @@ def test_inception_returns_pool_spatial_and_probabilities_of_any_batch(name, wei
     assert torch.equal(torch.get_rng_state(), before), "loading takes no number from the caller's generator"
     assert extractor.sizes == {"pool": 2048, "spatial": 2023, "probs": classes} and extractor.distance == "fid"
     assert extractor.space == "inception-2015" and extractor.sha256 == sha256(file)
+    assert (extractor.neighbours, load("pixels").neighbours) == (distances_in_half, squared_distances)
     values, one = extractor.compute(images), extractor.compute(images[2:])
     assert {feature: len(value[0]) for feature, value in values.items()} == extractor.sizes
     assert torch.allclose(values["probs"].sum(1), torch.ones(3), atol=1e-5)
@@ -142,12 +132,6 @@ def test_inception_returns_pool_spatial_and_probabilities_of_any_batch(name, wei
         assert not tf.config.get_visible_devices("GPU")
     else:
         assert (values["spatial"] >= 0).all()  # after the ReLU
-
-
-def test_a_file_that_is_no_graph_is_refused(tmp_path):
-    (tmp_path / "graph.pb").write_bytes(b"<html>not found</html>")
-    with pytest.raises(ValueError, match="not the Inception graph"):
-        load("adm", tmp_path / "graph.pb")
 
 
 # ---- DINOv2 and code of one's own
@@ -189,14 +173,6 @@ def test_a_function_of_ones_own_is_fed_channels_first_and_told_apart_by_its_modu
 def test_a_function_that_returns_no_features_is_refused(name, message):
     with pytest.raises(ValueError, match=message):
         load(f"python:own_code.{name}")
-
-
-def test_weights_that_ones_own_features_cannot_read_and_unknown_features_are_refused(tmp_path):
-    (tmp_path / "no.pt").write_text("no")
-    with pytest.raises(ValueError, match="no.pt is not what python:own_code.means reads"):
-        load("python:own_code.means", tmp_path / "no.pt")
-    with pytest.raises(ValueError, match="features=inceptoin is none of adm, inception, .* and python:module.function"):
-        features.features_name("inceptoin")
 
 
 def test_the_lines_of_the_page_load_stylegans_inception(tmp_path, monkeypatch):

@@ -1,11 +1,10 @@
 """A gauge is a preset of ordinary settings, which sample as the authors' own commands do, and published scores."""
 
-import json
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, run_command, save_vae
+from conftest import ROOT
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
@@ -15,8 +14,7 @@ from guidance import Guidance
 from runtime.schema import read
 from sampling.sampler import Sampler
 from scoring.results import print_scores
-from scripts import import_weights
-from weights.records import build_diffusion, build_network
+from weights.records import build_diffusion
 
 GAUGES = sorted(path.stem for path in (ROOT / "configs" / "gauge").glob("*.yaml") if path.stem != "none")
 # How the authors' own commands and code sample: solver, steps, scale, channels, interval (t, noise at 1).
@@ -60,27 +58,9 @@ def test_a_gauge_samples_as_its_authors_do_and_has_their_five_scores(gauge):
         assert (cfg.precision, cfg.decode_precision, cfg.drop_label) == ("fp32", "fp32", True)
 
 
-def test_a_gauge_scores_imported_weights_and_prints_no_published_score_beside_other_features(tmp_path, capsys):
-    torch.manual_seed(0)
-    net = build_network(dict(input_size=8, patch_size=2, in_channels=4, hidden_size=32, depth=2, num_heads=2,
-                             num_classes=1000, init="xavier", learn_sigma=True))
-    torch.save(net.state_dict(), tmp_path / "weights.pt")
-    vae = save_vae(tmp_path / "vae")
-    import_weights.main(f"source={tmp_path}/weights.pt", "format=dit", f"out={tmp_path}/dit", "num_heads=2",
-                        f"autoencoder={vae}")
-    np.savez(tmp_path / "images.npz", arr_0=np.random.default_rng(0).integers(0, 256, (8, 16, 16, 3), dtype=np.uint8))
-    run_command(fid.main, "fid.py", "gauge=dit_xl2", f"checkpoint={tmp_path}/dit", f"autoencoder={vae}", "num_steps=5",
-                "num_samples=4", f"reference={tmp_path}/images.npz", "features=pixels", "cpu=true")
-    assert "published" not in capsys.readouterr().out
-    source = json.loads((tmp_path / "dit/results.jsonl").read_text())["source"]
-    assert (source["imported"]["format"], source["sampler"], source["guidance"]["channels"]) == (
-        "dit", {"solver": "ancestral"}, 3)
-
-
 @pytest.mark.parametrize(("typed", "is_shown"), [
     ([], True), (["batch_size=8", "decode_batch_size=2", "tag=x", "metrics=[precision]"], True),
-    (["num_samples=1000"], False), (["scale=2"], False), (["sampler.solver=heun"], False), (["features=pixels"], False),
-    (["weights=model"], False),
+    (["num_samples=1000"], False), (["sampler.solver=heun"], False), (["features=pixels"], False),
 ])
 def test_published_scores_stand_beside_ours_unless_a_typed_setting_makes_others(
         typed, is_shown, tmp_path, capsys):
