@@ -26,9 +26,9 @@ class GridSettings(SamplingSettings):
 def default_grid(cfg: GridSettings, trained: Trained) -> Path:
     """Returns the path of a grid, in the run's samples/ or else here, with a hash of the settings in its name."""
     settings = files.record_sha256(cfg.model_dump(mode="json", exclude={"checkpoint", "out"}))[:8]
-    run, name = trained.checkpoint.run, f"{trained.weights}-{settings}.png"
-    if run is not None:
-        return files.inside(run, "samples", f"{trained.checkpoint.folder.name}-{name}")
+    checkpoint, name = trained.checkpoint, f"{trained.checkpoint.weights}-{settings}.png"
+    if checkpoint.run is not None:
+        return files.inside(checkpoint.run, "samples", f"{checkpoint.folder.name}-{name}")
     return Path(f"{Path(str(cfg.checkpoint)).name}-{name}")
 
 

@@ -85,7 +85,7 @@ def test_the_pages_solver_is_exact_for_a_velocity_that_is_linear_in_time(run):
 
 @pytest.mark.parametrize(("settings", "says"), [
     (["sampler.solver=midpont"], "midpont"),
-    (["sampler.solver=midpoint", "+sampler.eta=1"], "There is no setting eta: this command has at, solver"),
+    (["sampler.solver=midpoint", "+sampler.eta=1"], "The sampler of RF: There is no setting eta"),
     (["sampler.solver=midpoint", "+sampler.at=[1]"], "sampler of RF: at=.*valid number"),
     (["guidance=cfg", "scale=2", "+kind.name=resized"], "There is no guidances/resized.py; choose one of rescaled"),
     (["guidance=cfg", "scale=2", "+kind.name=rescaled", "+kind.share=x"], "kind: share=x: it should be a valid number"),

@@ -24,6 +24,7 @@ from routing_module import Route
 from runtime import files, ranks
 from sampling.generate import SeededNoise
 from sampling.grids import compare_guided
+from sampling.pictures import draw_grid
 from sampling.sampler import Sampler
 from weights.loading import find_checkpoint, find_on_main_rank, load_trained
 from weights.records import build_network
@@ -61,15 +62,9 @@ def test_rf_samples_sample_treads_images_guided_and_unguided_one_row_per_class(r
     noise = SeededNoise(seeds, "cpu").randn((3, 8, 8))
     for file, latents in (("g.png", sample_tread(trained.net, 0.3, trained.net, 0.7, noise, y, num_steps=4, scale=1.8)),
                           ("g-unguided.png", RF().sample(trained.net, noise, y, num_steps=4))):
-        images = (127.5 * latents + 128).clamp(0, 255).byte().permute(0, 2, 3, 1).numpy().astype(int)
-        grid = np.asarray(Image.open(tmp_path / file)).astype(int)
-        zoom, cell = 8, 8 * 8 + 2
-        assert grid.shape[0] == 3 * cell and (grid.shape[1] - 8 * cell) > 0
-        for i in (0, 1, 5, 23):
-            row, column = i % 3, i // 3
-            left = grid.shape[1] - 8 * cell + column * cell + 1
-            sampled = grid[row * cell + 1 : row * cell + 65 : zoom, left : left + 64 : zoom]
-            assert np.abs(sampled - images[i]).max() <= 1, (file, i)
+        images = (127.5 * latents + 128).clamp(0, 255).byte().permute(0, 2, 3, 1)
+        expected = np.asarray(draw_grid(images, y.tolist(), ["ant", "bee", "cat"])).astype(int)
+        assert np.abs(np.asarray(Image.open(tmp_path / file)).astype(int) - expected).max() <= 1, file
     assert capsys.readouterr().out == f"{tmp_path}/g.png\n{tmp_path}/g-unguided.png\n"
 
 
@@ -112,23 +107,21 @@ def test_the_published_costs_come_out_at_256_tokens():
 
 def test_scores_say_how_they_were_guided(run, reference, tmp_path):
     weak = write_flow(tmp_path / "weak", step=6)
-    results = tmp_path / "results.jsonl"
-    common = [f"checkpoint={run}", f"reference={reference}", "features=pixels", "num_samples=6", "num_steps=2",
-              f"results={results}"]
+    results, folder = tmp_path / "results.jsonl", weak / "checkpoints/step-00000006"
     for overrides in ([], ["guidance=tread", "gamma2=[0.9,0.5]"], ["guidance=autoguidance", f"weak={weak}"]):
-        command("fid", *common, *overrides)
-    plain, tread, auto = files.read_rows(results)
-    assert plain["source"]["guidance"] is None and plain["source"]["sampler"] == {"solver": "euler"}
-    assert plain["source"]["evaluations"] == 2
-    assert tread["source"]["guidance"] == {"scale": 1.5, "gamma1": 0.5, "gamma2": [0.9, 0.5], "drop_label": False,
-                                           "interval": None, "routes": None, "weak": None}
-    folder = weak / "checkpoints/step-00000006"
-    assert auto["source"]["guidance"]["weak"] == {"checkpoint": str(folder), "step": 6,
-                                                  "weights_sha256": files.sha256(folder / "ema.safetensors")}
-    assert tread["source"]["evaluations"] == 3 and auto["source"]["evaluations"] == 4  # one pass where the ratios meet
-    assert len({row["metrics"]["fd_pixels"] for row in (plain, tread, auto)}) == 3
+        command("fid", f"checkpoint={run}", f"reference={reference}", "features=pixels", "num_samples=6", "num_steps=2",
+                f"results={results}", *overrides)
+    rows = files.read_rows(results)
+    plain, tread, auto = (row["source"] for row in rows)
+    assert (plain["guidance"], plain["sampler"]) == (None, {"solver": "euler"})
+    assert tread["guidance"] == {"scale": 1.5, "gamma1": 0.5, "gamma2": [0.9, 0.5], "drop_label": False,
+                                 "interval": None, "routes": None, "weak": None}
+    assert auto["guidance"]["weak"] == {"checkpoint": str(folder), "step": 6,
+                                        "weights_sha256": files.sha256(folder / "ema.safetensors")}
+    assert [row["evaluations"] for row in (plain, tread, auto)] == [2, 3, 4]    # one pass where the ratios meet
+    assert len({row["metrics"]["fd_pixels"] for row in rows}) == 3
     linear, attention = multiply_adds(load_trained(run).net)
-    assert plain["source"]["multiply_adds"] == {"linear": 2 * linear, "attention": 2 * attention}
+    assert plain["multiply_adds"] == {"linear": 2 * linear, "attention": 2 * attention}
 
 
 def test_several_scales_and_ratios_are_scored_by_one_command_and_those_that_are_scored_skipped(
@@ -157,21 +150,12 @@ def test_several_scales_and_ratios_are_scored_by_one_command_and_those_that_are_
     assert {path.name for path in tmp_path.iterdir()} == {"run"}, "Hydra leaves no folder"
 
 
-def test_the_main_rank_finds_a_checkpoint_for_all(run, tmp_path, monkeypatch):
-    training = write_flow(shutil.copytree(run, tmp_path / "training"), step=6)
-    sent = []
-    monkeypatch.setattr(ranks, "broadcast_object_list",
-                        lambda parts: (sent.append(parts), parts if parts != [None, None] else answers.pop(0))[1])
-    main, other = (SimpleNamespace(num_processes=2, process_index=rank, is_main_process=rank == 0) for rank in range(2))
-    newest = find_checkpoint(training)
-    answers = [[find_checkpoint(training / "checkpoints/step-00000005"), None],
-               [replace(newest, folder=tmp_path / "here"), None], [None, "why"]]
-    assert find_on_main_rank(main, training) == newest and sent == [[newest, None]]
-    assert load_trained(find_on_main_rank(other, training)).step == 5
-    with pytest.raises(ValueError, match="Rank 1 does not see .*here/ema.safetensors, which the main rank found"):
-        find_on_main_rank(other, training)
-    with pytest.raises(ValueError, match="^why$"):
-        find_on_main_rank(other, training)
-    with pytest.raises(ValueError, match="There is no run and no checkpoint folder at nowhere"):
-        find_on_main_rank(main, "nowhere")
-    assert sent[-1][1].startswith("There is no run"), "or the other rank would wait"
+def test_a_rank_that_does_not_see_the_main_ranks_checkpoint_says_so(run, tmp_path, monkeypatch):
+    newest = find_checkpoint(run)
+    other = SimpleNamespace(num_processes=2, process_index=1, is_main_process=False)
+    for answer, words in (([replace(newest, folder=tmp_path / "here"), None],
+                           "Rank 1 does not see .*here/ema.safetensors, which the main rank found"),
+                          ([None, "why"], "^why$")):
+        monkeypatch.setattr(ranks, "broadcast_object_list", lambda parts, answer=answer: answer)
+        with pytest.raises(ValueError, match=words):
+            find_on_main_rank(other, run)

@@ -86,7 +86,7 @@ TYPED = {
     ],
     "rf": [
         ("checkpoint=null", "checkpoint="), ("guidance=none", "guidance"),
-        ("out=x.npz", ".png"), ("interval=[0.28,2.9]", "set interval=[0.219,0.744]"), ("sampler.S_churn=1", "solver"),
+        ("out=x.npz", ".png"), ("interval=[0.28,2.9]", "set interval=[0.219,0.744]"), ("sampler.S_churn=1", "S_churn"),
         ("guidance=autoguidance", "weak=run", "mixed"),
     ],
     "fid": [
