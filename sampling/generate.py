@@ -35,9 +35,7 @@ class SeededNoise:
         return self.randn(x.shape[1:]).to(x.dtype)
 
 
-def compile_to_sample(
-    net: DiT, guidance: Guidance | None, how: bool | None, count: int, device: torch.device,
-) -> bool:
+def compile_to_sample(net: DiT, guidance: Guidance | None, how: bool | None, count: int, device: torch.device) -> bool:
     """Compiles the network that `count` images are sampled from, and that of a weak pass; returns whether it does.
 
     None compiles where that pays, as it takes a minute: on a GPU, for more than 1,000 images, and unless the ratios of

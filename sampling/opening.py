@@ -33,10 +33,7 @@ class Sampling:
 
 
 def open_sampling(state: PartialState, cfg: SamplingSettings, as_latents: bool = False) -> Sampling:
-    """Loads what the settings name before anything slow starts; with `as_latents` no autoencoder.
-
-    Raises ValueError for settings that cannot work.
-    """
+    """Loads what the settings name, `as_latents` without a decoder; raises ValueError for what cannot work."""
     if cfg.checkpoint is None:
         raise ValueError("Name what to sample from: checkpoint=runs/<name>, or a checkpoint folder.")
     checkpoint = find_on_main_rank(state, cfg.checkpoint, cfg.weights)
@@ -78,10 +75,10 @@ def build_guidance(cfg: SamplingSettings, trained: Trained, weak: Trained | None
 def check_weak(cfg: SamplingSettings, trained: Trained, weak: Trained) -> None:
     """Raises ValueError if the weak network learned from other latents, classes or noise, so that passes do not mix."""
     differences = other_data(weak, None if cfg.drop_label else trained.class_names, trained.convention)
-    there, here = (f"{type(each.diffusion).__name__} (sigma_data {getattr(each.diffusion, 'sigma_data', None)})"
+    there, here = ((type(each.diffusion).__name__, getattr(each.diffusion, "sigma_data", None))
                    for each in (weak, trained))
     if there != here:
-        differences.append(f"its diffusion is {there} there and {here} here")
+        differences.append(f"its diffusion and sigma_data are {there} there and {here} here")
     if differences:
         raise ValueError(f"weak={cfg.weak} and the checkpoint cannot be mixed: {' and '.join(differences)}.")
 

@@ -13,14 +13,12 @@ from runtime.device import DType
 from weights.averages import WeightsName
 from weights.records import keywords
 
-# ---- declared -------------------------------------------------------------------------------------------------------
-
 OF_ALL = dict.fromkeys(("net", "noise", "y", "num_steps", "guidance", "randn_like"))    # what every solver takes
 OF_SOME: dict[str, Any] = {
     name: (Any, None) for kind in (EDM, RF, DDPM) for name in keywords(kind.sample, **OF_ALL).model_fields}
 
 
-class SamplerSettings(create_model("OfSome", __base__=schema.Settings, **OF_SOME)):  # type: ignore
+class SamplerSettings(create_model("OfSome", __base__=schema.Settings, **OF_SOME)):  # type: ignore[misc]
     """The settings of all diffusions' samplers; null: its own value. `Sampler` checks them by the one in use."""
 
     model_config = ConfigDict(extra="allow")  # settings of a file in solvers/
@@ -74,9 +72,6 @@ class SamplingSettings(GuidanceSettings):
     @property
     def precisions(self) -> dict[str, str]:
         return {"precision": self.precision, "decode_precision": self.decode_precision}
-
-
-# ---- read -----------------------------------------------------------------------------------------------------------
 
 
 def check_guided(settings: GuidanceSettings, cli_overrides: Mapping[str, str]) -> None:

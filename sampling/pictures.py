@@ -102,11 +102,7 @@ def write_npz(
     images: Iterable[Tensor], path: Path, seeds: list[int], labels: list[int], settings: str,
     keys: tuple[str, str] = ("arr_0", "arr_1"),
 ) -> None:
-    """Streams images into an npz, by default in ADM's keys.
-
-    The first key has the images (N, H, W, 3) uint8 or the latents (N, C, h, w) float32, and the second the labels (N,)
-    int64. `seeds` has the seeds (N,) int64, and the archive's comment the settings.
-    """
+    """Streams images (N, H, W, 3) uint8 or latents into an npz, with labels and seeds (N,) int64, as ADM names them."""
     with atomic_write(path) as partial, zipfile.ZipFile(partial, "w") as archive:
         archive.comment = f"{MARK} {settings}".encode()
         write_array(archive, keys[0], (part.numpy() for part in images), len(seeds))
