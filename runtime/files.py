@@ -23,24 +23,22 @@ MOST_VALUES = 8_000_000  # of a record in JSON: Python needs up to 90 bytes for 
 
 
 @contextlib.contextmanager
-def atomic_write(path: Path, synced: bool = True) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """Yields a path next to `path` for a new file or folder, and renames that to `path` once it is complete.
 
-    Unless it is `synced`, only the caller's os.sync() makes it outlast a power cut. After a failed write `path` is as
-    it was. A kill may leave `.<name>.<pid>.tmp`, which the next synced write to `path` removes, and, between two
-    renames, the folder that was at `path` as `.<name>.<pid>.old.tmp`. Raises ValueError in a folder that this process
-    has locked, and that is there no more.
+    After a failed write `path` is as it was. A kill may leave `.<name>.<pid>.tmp`, which the next write to `path`
+    removes, and, between two renames, the folder that was at `path` as `.<name>.<pid>.old.tmp`. Raises ValueError in a
+    folder that this process has locked, and that is there no more.
     """
     require_locked(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     remove(partial)
-    if synced:  # otherwise there are many files, and listing their folder for each would take long
-        remove_leftovers(path.parent, glob.escape(path.name))
+    remove_leftovers(path.parent, glob.escape(path.name))
     try:
         with naming_path(path):
             yield partial
-            for file in [partial, *partial.rglob("*")] if synced else ():
+            for file in [partial, *partial.rglob("*")]:
                 if file.is_file():
                     sync(file)
             old = partial.with_suffix(".old.tmp")
@@ -53,8 +51,7 @@ def atomic_write(path: Path, synced: bool = True) -> Iterator[Path]:
                     os.rename(old, path)
                 raise
             remove(old)
-            if synced:
-                sync(path.parent)
+            sync(path.parent)
     finally:
         remove(partial)
 

@@ -90,8 +90,6 @@ def test_a_record_may_hold_more_than_is_read(tmp_path):
     assert schema.read_record(Note, tmp_path / "note.json", "").count == 2
 
 
-def test_a_files_name_has_the_settings_that_differ_from_the_usual_ones_and_an_error_its_first_line():
-    assert schema.name_of_changes({"scale": 1.5, "part": {"seeds": "0-7"}, "x": 1}, {"x": 1}) == "-scale1.5-seeds0-7"
-    assert len(schema.name_of_changes({"scale": "x" * 10**4}, {})) < 30
+def test_an_error_has_its_first_line():
     assert schema.first_line(RuntimeError("Missing:\n\tweight")) == "Missing: weight"
     assert schema.first_line(OSError()) == "OSError"
