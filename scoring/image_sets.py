@@ -184,7 +184,7 @@ def open_files(
 
     def look(index: int) -> tuple[int, bytes, tuple[int, int], bool]:
         try:
-            data = source.read(index)
+            data = source.read(source.names[index])
             with open_image(data) as image:  # the header only, unless it has an alpha channel
                 return index, hashlib.sha256(data).digest(), image.size, not alpha and is_transparent(image)
         except (UnreadableImage, OSError) as error:
