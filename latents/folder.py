@@ -121,13 +121,11 @@ class Latents:
     `classes` lists the labels that occur, in order. There may be fewer of them than `num_classes`.
     """
 
-    where: str                                  # a name for messages
+    where: str                      # a name for messages
     meta: Metadata
-    files: list[object]                         # their names and sizes, and hashes of the content
-    convention: Convention                      # turns the autoencoder's latents into the network's
-    labels: np.ndarray                          # (count,)
-    stored: list[Rows]                          # the latents of each shard, and then their mirrored copies
-    arrays: dict[str, list[Rows]]               # keyed by the names that objectives use
+    labels: np.ndarray              # (count,)
+    rows: dict[str, list[Rows]]     # of "latents" and of each array: each shard's, and then their mirrored copies
+    fingerprint: str = ""           # set by `open_latents`
 
     def __post_init__(self) -> None:
         meta = self.meta
@@ -138,14 +136,7 @@ class Latents:
         self.count, self.classes = len(self.labels), np.unique(self.labels).tolist()
         # The index of each shard's first image, and the count at the end.
         self.starts = np.cumsum([0, *(shard.count for shard in meta.shards)])
-        files, *hashes = self.files
-        record = [files, self.count, self.shape, "float16", self.kind, self.mirrored, self.num_classes,
-                  self.class_names, self.autoencoder, *self.convention.record().values(), *hashes]
-        content = hashlib.sha256(json.dumps(record).encode())
-        content.update(self.labels.tobytes() + self.read(*self.probe())[0].tobytes())
-        for name, rows in sorted(self.rows_of(self.arrays, *self.probe()).items()):
-            content.update(name.encode() + rows.tobytes())
-        self.fingerprint = content.hexdigest()[:32]
+        self.convention = Convention.read(meta.model_dump())    # turns the autoencoder's latents into the network's
 
     def read(self, indices: np.ndarray, mirror: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Returns (stored (B, C or 2C, h, w) float16, labels (B,) int64) for `indices` (B,) int64, in that order.
@@ -154,13 +145,24 @@ class Latents:
         """
         assert len(indices) and 0 <= indices.min() and indices.max() < self.count
         assert mirror is None or self.mirrored or not mirror.any()
-        return self._rows(self.stored, indices, mirror), self.labels[indices].astype(np.int64)
+        return self.rows_of(["latents"], indices, mirror)["latents"], self.labels[indices].astype(np.int64)
 
     def rows_of(
         self, names: Iterable[str], indices: np.ndarray, mirror: np.ndarray | None = None,
     ) -> dict[str, np.ndarray]:
-        """Returns rows (B, …) of the arrays in `names` for `indices`, in the files' own types."""
-        return {name: self._rows(self.arrays[name], indices, mirror) for name in names}
+        """Returns rows (B, …) of "latents" or arrays for `indices`, in the files' own types."""
+        order = np.argsort(indices)  # so that a file is read in order
+        shard = np.searchsorted(self.starts, indices[order], side="right") - 1
+        row = indices[order] - self.starts[shard]
+        if mirror is not None:
+            shard = shard + mirror[order] * (len(self.starts) - 1)
+        places, found = [*zip(order.tolist(), shard.tolist(), row.tolist(), strict=True)], {}
+        for name in names:
+            shards = self.rows[name]
+            found[name] = rows = np.empty((len(indices), *shards[0].shape[1:]), shards[0].dtype)
+            for i, s, r in places:
+                rows[i] = shards[s].read(r)
+        return found
 
     def require(self, *, shape: tuple[int, int, int], num_classes: int) -> None:
         """Raises ValueError if the latents do not fit a network for `shape` (C, h, w) and `num_classes`."""
@@ -171,23 +173,6 @@ class Latents:
         if num_classes < self.num_classes:
             raise ValueError(f"{self.where} has {self.num_classes} classes, but the network is set up for "
                              f"{num_classes}: set data.num_classes={self.num_classes} or more.")
-
-    def probe(self) -> tuple[np.ndarray, np.ndarray | None]:
-        """Returns (indices, mirror) for a few hundred latents, spread over all shards and always the same."""
-        indices = spread(self.count, NUM_PROBED)
-        return indices, np.arange(len(indices)) % 2 == 1 if self.mirrored else None
-
-    def _rows(self, shards: list[Rows], indices: np.ndarray, mirror: np.ndarray | None) -> np.ndarray:
-        """Reads the rows of `indices`, of the flipped image where `mirror` is True."""
-        rows = np.empty((len(indices), *shards[0].shape[1:]), shards[0].dtype)
-        order = np.argsort(indices)  # so that a file is read in order
-        shard = np.searchsorted(self.starts, indices[order], side="right") - 1
-        row = indices[order] - self.starts[shard]
-        if mirror is not None:
-            shard = shard + mirror[order] * (len(self.starts) - 1)
-        for i, s, r in zip(order.tolist(), shard.tolist(), row.tolist(), strict=True):
-            rows[i] = shards[s].read(r)
-        return rows
 
 
 def open_latents(path: str | Path, verify: bool = False) -> Latents:
@@ -213,27 +198,34 @@ def open_latents(path: str | Path, verify: bool = False) -> Latents:
     pairs = [pair for paths in files.values() for pair in zip(paths, meta.shards, strict=True)]
     hashes = {file: shard.sha256[file.name] for file, shard in pairs if file.name in shard.sha256}
     check_hashes(record, hashes, verify)
-    of_latents = [*files["latents"], *files.get("mirrored", [])]
-    # Not where somebody has changed a shard.
-    is_known = meta.content_of == record_sha256({"shards": [shard.sha256 for shard in meta.shards]})
+    copies = {name: "mirrored" if name == "latents" else f"{name}_mirrored" for name in ("latents", *meta.arrays)}
     latents = Latents(
-        str(folder), meta, convention=Convention.read(meta.model_dump()),
-        stored=rows["latents"] + rows.get("mirrored", []),
-        files=[[], meta.content] if is_known else [
-            [(file.name, file.stat().st_size) for file in of_latents], *hashes.values()],
-        labels=np.concatenate(labels, dtype=np.min_scalar_type(meta.num_classes - 1), casting="unsafe"),
-        arrays={name: rows[name] + rows.get(f"{name}_mirrored", []) for name in meta.arrays})
-    indices, mirror = latents.probe()
-    stored = latents.read(indices, mirror)[0].astype(np.float64)
+        str(folder), meta, np.concatenate(labels, dtype=np.min_scalar_type(meta.num_classes - 1), casting="unsafe"),
+        {name: rows[name] + rows.get(mirrored, []) for name, mirrored in copies.items()})
+    indices = spread(latents.count, NUM_PROBED)
+    probed = latents.rows_of(copies, indices, np.arange(len(indices)) % 2 == 1 if meta.mirrored else None)
     where = f"{folder} ({len(indices)} of {latents.count} latents checked)"
-    for name, probed in {"latents": stored, **latents.rows_of(latents.arrays, indices, mirror)}.items():
-        finite = np.isfinite(probed).reshape(len(probed), -1).all(axis=1)
+    for name, part in probed.items():
+        finite = np.isfinite(part).reshape(len(part), -1).all(axis=1)
         if not finite.all():
             raise ValueError(f"{where}: {(~finite).sum()} {name} hold NaN or infinity, such as image "
                              f"{indices[~finite][0]}. Prepare them again; a network in half precision is the usual "
                              f"cause.")
-    check_values(stored, latents.kind, latents.autoencoder, where, "a latent folder needs latents * scale, or [mean, "
-                 "exp(logvar / 2)] * scale for kind moments, as scripts/prepare_latents.py writes them")
+    check_values(probed["latents"].astype(np.float64), latents.kind, latents.autoencoder, where, "a latent folder "
+                 "needs latents * scale, or [mean, exp(logvar / 2)] * scale for kind moments, as "
+                 "scripts/prepare_latents.py writes them")
+
+    # `content` is not of these files where somebody has changed a shard.
+    is_known = meta.content_of == record_sha256({"shards": [shard.sha256 for shard in meta.shards]})
+    sizes = [(file.name, file.stat().st_size) for file in [*files["latents"], *files.get("mirrored", [])]]
+    named: list[Any] = [[], meta.content] if is_known else [sizes, *hashes.values()]
+    identity = hashlib.sha256(json.dumps([
+        named[0], latents.count, latents.shape, "float16", latents.kind, latents.mirrored, latents.num_classes,
+        latents.class_names, latents.autoencoder, *latents.convention.record().values(), *named[1:]]).encode())
+    identity.update(latents.labels.tobytes() + probed["latents"].tobytes())
+    for name in sorted(meta.arrays):
+        identity.update(name.encode() + probed[name].tobytes())
+    latents.fingerprint = identity.hexdigest()[:32]
     return latents
 
 

@@ -4,7 +4,6 @@ A format is one function, which opens a source, and its line in FORMS. docs/inte
 is unpickled.
 """
 
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -24,7 +23,6 @@ from runtime.schema import typed
 from runtime.untrusted import read_npy, reading
 from weights.autoencoders import HUB_NAMES, STATISTICS, own_convention, read_statistics
 
-MOST_ELEMENTS = 2**20  # of one latent, as some hundred are in memory at once; 16 channels of 256 x 256 have as many
 EDM2 = Convention(0.5, latents_mean=(5.81, 3.25, 0.12, -2.15), latents_std=(4.17, 4.62, 3.71, 3.28), pixels=(0, 1))
 
 Reader = Callable[[int, int], np.ndarray | torch.Tensor]  # rows start to end, as they are stored, (n, *shape)
@@ -72,11 +70,10 @@ def open_stored(
     options: dict[str, Any] = {"tread": {"kind": kind}, "lightningdit": {"latent_norm": latent_norm}}
     stored = FORMS[format][0](Path(source), **options.get(format, {}))
     channels, *sides = stored.shape or (0,)
-    if (len(sides) != 2 or sides[0] != sides[1] or not 0 < math.prod(stored.shape) <= MOST_ELEMENTS
-            or stored.kind == "moments" and channels % 2):
+    if len(sides) != 2 or sides[0] != sides[1] or not channels or stored.kind == "moments" and channels % 2:
         raise ValueError(f"source={source} holds arrays of shape {stored.shape}, but latents have (C, R, R), channels "
-                         f"first, at most {MOST_ELEMENTS:,} numbers, and moments an even C. Another shape means "
-                         f"another format, or images that are not square.")
+                         f"first, and moments an even C. Another shape means another format, or images that are not "
+                         f"square.")
     stored = replace(stored, autoencoder=autoencoder or stored.autoencoder, scaled=stored.scaled and scale is None)
     channels //= 2 if stored.kind == "moments" else 1
     if stored.autoencoder in HUB_NAMES and channels != 4:
@@ -84,25 +81,25 @@ def open_stored(
                          f"{stored.autoencoder}'s have 4: correct kind= or latent_norm=, or set autoencoder= "
                          f"(none if it is unknown).")
     if stored.convention.latents_mean is None:
-        return replace(stored, convention=convention_of(stored, source, channels, scale))
+        return replace(stored, convention=convention_of(stored.autoencoder, source, scale))
     # Statistics belong to the stored values, whatever decodes them.
     return replace(stored, convention=replace(stored.convention, scale=scale or stored.convention.scale))
 
 
-def convention_of(stored: Stored, source: str, channels: int, scale: float | None) -> Convention:
+def convention_of(autoencoder: str, source: str, scale: float | None) -> Convention:
     """Returns the autoencoder's own convention, or a typed scale for one that has none.
 
     Raises ValueError where the two differ, or neither says how to scale.
     """
-    name, own = stored.autoencoder, own_convention(stored.autoencoder)
+    own = own_convention(autoencoder)
     if own is not None and scale not in (None, own.scale):
-        raise ValueError(f"scale={scale:g} is typed, but autoencoder={name} decodes latents of scale {own.scale:g}: "
-                         f"leave scale= out, name the folder of another autoencoder, or set autoencoder=none.")
-    if own is None and scale is None and not (stored.scaled and channels != 4):  # others than an SD-VAE's, as they are
-        raise ValueError(f"autoencoder={name} does not say by what source={source} "
-                         f"{'was' if stored.scaled else 'is to be'} scaled: leave it out if by an SD-VAE's "
-                         f"{SD_VAE_SCALE}, name a folder whose config.json has the scale"
-                         f"{'' if stored.scaled else ', or set scale= as well'}.")
+        raise ValueError(f"scale={scale:g} is typed, but autoencoder={autoencoder} decodes latents of scale "
+                         f"{own.scale:g}: leave scale= out, name the folder of another autoencoder, or set "
+                         f"autoencoder=none.")
+    if own is None and scale is None:
+        raise ValueError(f"autoencoder={autoencoder} does not say how the latents of source={source} are scaled: leave "
+                         f"it out if by an SD-VAE's {SD_VAE_SCALE}, name a folder whose config.json has the scale, or "
+                         f"set scale= as well, by which they will be multiplied (1 if they are scaled already).")
     return own or Convention(scale or 1.0)
 
 

@@ -203,7 +203,8 @@ def only_way(source: str | Path, listing: Listing, names: list[str]) -> str:
     files = [name for name in records if name.endswith(".csv") or posixpath.basename(name) == "dataset.json"]
     if depths == {0} and has_cls and not files:
         return "cls"
-    ways = [*[f"labels=folders ({a_few(tops)})"] * bool(tops), *["labels=cls"] * has_cls,
+    outside = [f", once {name} lies in one" for name in inner if "/" not in name]
+    ways = [*[f"labels=folders ({a_few(tops)}){''.join(outside[:1])}"] * bool(tops), *["labels=cls"] * has_cls,
             *(typed("labels", f"{listing.path}/{name}") for name in files[:3]), "labels=none (one class)"]
     raise ValueError(f"source={source} may be labelled in several ways, so set one: {'; '.join(ways)}; or "
                      f"labels=<file>.csv, as docs/data.md shows{f', also from {records[0]}' if records else ''}.")

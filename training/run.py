@@ -264,7 +264,7 @@ def make_run(cfg: TrainSettings, accelerator: Accelerator) -> Run:
         averages[name] = net.eval()
     if cfg.precision == "fp8":
         speed.multiply_in_float8(model)
-    shapes = {name: rows[0].shape[1:] for name, rows in latents.arrays.items()}
+    shapes = {name: tuple(array.shape) for name, array in latents.meta.arrays.items()}
     objective = build_objective(model, build_diffusion(record["diffusion"]), record["objective"], shapes, schedule)
     objective.to(accelerator.device)
     if cfg.sharding == "fsdp":

@@ -202,9 +202,7 @@ IMPORTED = {  # what was brought, settings, what the stored values become, value
     "TREAD's tars": (write_tread, TREAD | {"num_classes": 4}, np.copy,
                      {"kind": "sample", "scale": 0.18215, "autoencoder": "sd_vae_ema", "num_classes": 4}),
     "scaled tars of an unknown autoencoder": (
-        OF_INVAE, TREAD | {"autoencoder": "none"}, np.copy, {"scale": 1.0, "shape": [16, 8, 8]}),
-    "scaled tars for a decoder of one's own": (
-        OF_INVAE, TREAD | {"autoencoder": "python:mine.decode"}, np.copy, {"scale": 1.0}),
+        OF_INVAE, TREAD | {"autoencoder": "none", "scale": 1}, np.copy, {"scale": 1.0, "shape": [16, 8, 8]}),
     "unscaled tars of another autoencoder": (
         made(write_tread, place="*.tar"), TREAD | {"scale": 0.5, "autoencoder": "none"}, lambda z: z * np.float32(0.5),
         {"kind": "sample", "scale": 0.5, "autoencoder": "none"}),
@@ -297,7 +295,7 @@ REFUSED = [  # what was brought, settings, words
                                     (write_repa, REPA, "sd_vae_mse"))),
     (made(write_lightningdit, channels=4, flip=False, stats=False), LIGHT | {"latent_norm": False, "scale": 1},
      "scale=1 is typed, but autoencoder=sd_vae_ema"),
-    (made(write_repa), REPA | {"autoencoder": "none"}, "is to be scaled: leave it out if by an SD-VAE's 0.18215, name"),
+    (made(write_repa), REPA | {"autoencoder": "none"}, "are scaled: leave it out if by an SD-VAE's 0.18215, name a"),
     (made(write_fastdit), FAST | {"scale": 1, "autoencoder": "sd_vae_mse"}, "leave scale= out, name the folder of"),
     (made(write_fastdit), FAST | {"latent_norm": False}, "latent_norm=False would change nothing: only fo"),
     # listed arrays; NVlabs/stylegan3#189, NVlabs/stylegan2-ada-pytorch#147
@@ -319,7 +317,7 @@ REFUSED = [  # what was brought, settings, words
     (made(write_fastdit, each("imagenet256_features", lambda z: z * 5.5)), FAST,
      "values as stored: a standard deviation of 5"),
     (made(write_fastdit), FAST | {"scale": 0.18215}, "read with scale=0.18215: a standard deviation of 0.181"),
-    (made(write_fastdit), FAST | {"autoencoder": "none"}, "was scaled: leave it out if by an SD-VAE's 0.18215"),
+    (made(write_fastdit), FAST | {"autoencoder": "python:mine.decode"}, "or set scale= as well"),
     (made(write_fastdit, lambda source: (source / "imagenet256_features").rename(source / "x")), FAST, "not none"),
     # safetensors
     (made(write_lightningdit, channels=4, flip=False, stats=False), LIGHT, "latent_norm=false"),
