@@ -17,8 +17,7 @@ import numpy as np
 from runtime.files import MOST_BYTES, open_plain, refuse_pointer
 from runtime.schema import first_line
 
-PLAIN_NUMBERS = "biuf"  # numpy's kinds of types that are neither complex, text, times, records nor objects
-TEXT = "U"
+PLAIN = "biufU"  # numpy's kinds of types that are neither complex, times, records nor objects
 ZIPPED = {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}  # zipfile unpacks the others without a limit
 
 
@@ -67,10 +66,10 @@ def read_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
 # ---- npy and npz ----------------------------------------------------------------------------------------------------
 
 
-def read_header(file: IO[bytes], stored: int, kinds: str = PLAIN_NUMBERS) -> tuple[tuple[int, ...], bool, np.dtype]:
+def read_header(file: IO[bytes], stored: int) -> tuple[tuple[int, ...], bool, np.dtype]:
     """Reads the header of an npy of `stored` bytes: its shape, whether it is in Fortran's order, and its type.
 
-    Raises ValueError for other types than numbers, and for more elements than are stored; numpy's errors are many.
+    Raises ValueError for types that are neither real numbers nor text, and for more elements than are stored.
     """
     major, _ = np.lib.format.read_magic(file)
     # Version 3 differs from 2 only in the encoding of field names, which plain numbers do not have.
@@ -78,16 +77,16 @@ def read_header(file: IO[bytes], stored: int, kinds: str = PLAIN_NUMBERS) -> tup
     shape, fortran, dtype = read(file)
     if dtype.hasobject:
         raise ValueError("it holds pickled Python objects, which can run code and are never loaded")
-    if dtype.kind not in kinds:
+    if dtype.kind not in PLAIN:
         raise ValueError(f"it holds an array of {dtype} {shape}, not of real numbers")
     if min(shape, default=0) < 0 or file.tell() + math.prod(shape) * dtype.itemsize > stored:
         raise ValueError(f"it ends early: an array of {dtype} {shape} is declared")
     return shape, fortran, dtype
 
 
-def read_npy(file: IO[bytes], stored: int, kinds: str = PLAIN_NUMBERS) -> np.ndarray:
+def read_npy(file: IO[bytes], stored: int) -> np.ndarray:
     """Reads an npy of `stored` bytes; raises ValueError as `read_header` does, and where it ends early."""
-    shape, fortran, dtype = read_header(file, stored, kinds)
+    shape, fortran, dtype = read_header(file, stored)
     content = file.read(math.prod(shape) * dtype.itemsize)
     return np.frombuffer(content, dtype).reshape(shape, order="F" if fortran else "C")
 
@@ -108,17 +107,17 @@ class Arrays:
     def open(self, key: str) -> IO[bytes]:
         return open_member(self.archive, self.infos[key])
 
-    def shape(self, key: str, kinds: str = PLAIN_NUMBERS) -> tuple[int, ...]:
+    def shape(self, key: str) -> tuple[int, ...]:
         with self.open(key) as file:
-            return read_header(file, self.infos[key].file_size, kinds)[0]
+            return read_header(file, self.infos[key].file_size)[0]
 
-    def read(self, key: str, kinds: str = PLAIN_NUMBERS) -> np.ndarray:
+    def read(self, key: str) -> np.ndarray:
         with self.open(key) as file:
-            return read_npy(file, self.infos[key].file_size, kinds)
+            return read_npy(file, self.infos[key].file_size)
 
     def texts(self, keys: Collection[str]) -> dict[str, str]:
         """Returns those of the keys that are here, as texts, which other npz may hold in other forms."""
-        return {key: str(self.read(key, PLAIN_NUMBERS + TEXT)) for key in keys if key in self.infos}
+        return {key: str(self.read(key)) for key in keys if key in self.infos}
 
 
 # ---- ranges of files ------------------------------------------------------------------------------------------------

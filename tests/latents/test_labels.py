@@ -138,7 +138,6 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
                                               "cat/.ipynb_checkpoints/0.png": b"", "__MACOSX/cat/._0.png": b"",
                                               ".DS_Store": b"", "lost+found/x": ""}, "", {}, "cat dog"),
     "folders that are named like no class": (numbered("None/0.png", "nan/1.png"), "", {}, "None nan"),
-    "train and val as classes, which the first line names": (numbered("train/0.png", "val/1.png"), "", {}, "train val"),
     "Intel's seg_train, seg_test, seg_pred": (INTEL, "", {}, [
         "set one: labels=folders (seg_pred, seg_test, seg_train); labels=none (one class); or labels=<file>.csv, as "]),
     "Tiny-ImageNet's train": (numbered("n1/images/0.JPEG", "n2/images/1.JPEG"), "", {"labels": "folders"}, "n1 n2"),
@@ -159,14 +158,9 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
                               "0 1 2 0 1 2"),
     "NVlabs/stylegan3#90: dataset.json without labels": (EDM | dataset(None), "", BY_DATASET, [
         "dataset.json names no images, but nothing", "labels=none makes one class"]),
-    "dataset.json of a part": (EDM | dataset(PAIRS[:5]), "", BY_DATASET, ["no class for 1 of the 6 images"]),
     "one-hot labels": (EDM | dataset([[name, [0.0, 1.0]] for name in EDM]), "", BY_DATASET,
                        ["label [0.0, 1.0], which is neither"]),
     "NaN in JSON": (EDM | dataset([[PAIRS[0][0], float("nan")], *PAIRS[1:]]), "", BY_DATASET, ["no class for 1 of"]),
-    "a dict of labels": (EDM | {"dataset.json": json.dumps({"labels": dict(PAIRS)})}, "", BY_DATASET,
-                         ["it is not EDM's {", "write that, or a .csv"]),
-    "a key given twice": (EDM | {"dataset.json": '{"labels": [], "labels": null}'}, "", BY_DATASET,
-                          ["'labels' is given twice"]),
     "a name given twice": (EDM | dataset([*PAIRS, [PAIRS[0][0], 2]]), "", BY_DATASET, ["img00000000.png two classes"]),
     # CSV.
     "Hugging Face's metadata.csv": (FLAT | {"metadata.csv": table("file_name,label\n", "{0},{1}")}, "",
@@ -184,7 +178,6 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
         {"labels": "train.csv"}, ["no images, but train/0000.png", "paths with / and suffix from the source"]),
     "names from find": (FLAT | {"x.csv": table(HEAD, "./{0},{1}")}, "", BY_CSV, RIGHT),
     "one name in two forms": (FLAT | {"x.csv": f"{HEAD}0.png,a\n./0.png,b\n"}, "", BY_CSV, ["gives ./0.png two cl"]),
-    "one name twice, of one class": (FLAT | {"x.csv": table(HEAD, "{0},{1}", ROWS + ROWS[:1])}, "", BY_CSV, RIGHT),
     "anno_train.csv without header": (FLAT | {"anno_train.csv": CARS}, "", {"labels": "anno_train.csv"},
                                       ["0000.png, 0, 2, 300, 400, 0, not file_name and label: set name_column="]),
     "a short row": (FLAT | {"x.csv": table(HEAD, "{0}")}, "", BY_CSV, ["Expected 2 columns, got 1: 0000.png"]),
@@ -219,7 +212,6 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     "webdataset/webdataset#237: dots in names": (
         {"0.tar": {"Track 2.0.png": png(0), "Track 2.0.cls": b"1", "Track 2.1.png": png(1), "Track 2.1.cls": b"0"}},
         "0.tar", {}, "1 0"),
-    "nan in a .cls": ({"0.tar": SAMPLES | {"5.cls": "nan"}}, "0.tar", {}, ["no class for 1 of the 6 images, such as"]),
     "a .cls of bytes": ({"0.tar": SAMPLES | {"5.cls": b"\xff\xfe"}}, "0.tar", {}, ["5.cls is not text in UTF-8"]),
     "a .cls of an int64": ({"0.tar": SAMPLES | {"5.cls": bytes([7, 0])}}, "0.tar", {}, ["neither a whole number nor"]),
     # Splits in names of containers.
@@ -227,9 +219,6 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
         {"x/in1k-train-0000.tar": SAMPLES, "x/in1k-train-0001.tar": SAMPLES, "x/in1k-validation-00.tar": SAMPLES}, "x",
         {}, ["holds 2 sets of tar files: choose one of \"source='", "/x/in*k-train-*.tar'\", \"source='",
              "/x/in*k-validation-*.tar'\"."]),
-    "train.tar and test.tar of class folders": (
-        {"train.tar": TWO, "test.tar": numbered("cat/2.png")}, "*.tar", {"labels": "none"},
-        ["holds 2 sets of tar files"]),
     "one of them": ({"x/train-0.tar": SAMPLES, "x/val-0.tar": {"7.png": png(7), "7.cls": "7"}}, "x/val-*.tar", {}, "7"),
     "numbers alone": ({"x/00001.tar": TWO, "x/00002.tar": {"cat/2.png": png(2)}}, "x", {}, "cat dog cat"),
     "libarchive/libarchive#457: tars joined by cat": (
@@ -240,7 +229,6 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     "backslashes on a disk": (numbered("cat\\0.png", "dog\\1.png"), "", {}, [
         ".png', with a backslash", ": unpack the archives of Windows by unzip"]),
     # Parquet.
-    "parquet": ({"data/train-00000-of-00001.parquet": shard(3, 1, 2)}, "data", {}, "1 2 0"),
     "partial-train and partial-test": (
         {"x/partial-train/0000.parquet": shard(0), "x/partial-test/0000.parquet": shard(1)}, "x", {},
         ["holds 2 sets of parquet files: choose one of \"source='", "/partial-test/*.parquet'\", \"source='"]),

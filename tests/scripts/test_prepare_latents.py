@@ -220,20 +220,6 @@ def test_a_preparation_that_was_stopped_ends_in_the_same_bytes(pets, tmp_path, m
     assert same_folder(tmp_path / "once", tmp_path / "stopped")
 
 
-def test_leftovers_of_kills_are_swept_and_files_of_others_are_not(pets, tmp_path):
-    out, ended = tmp_path / "out", 2**30    # no process has this number
-    of_others = [".session.tmp", ".latents-draft.npy.tmp", f".mine.{ended}.tmp", "movie.avi"]
-    of_kills = [f".{name}.{ended}.tmp" for name in ("latents-00001.npy", "metadata.json", "record-00002.json")]
-    out.mkdir()
-    (out / ".DS_Store").touch()  # hidden files do not matter
-    prepare(pets, out, shard_size=4)
-    for name in (*of_others, *of_kills):
-        (out / name).write_text("half")
-    (out / "metadata.json").unlink()
-    prepare(pets, out, shard_size=4)
-    assert set(of_others) <= set(os.listdir(out)) and not set(of_kills) & set(os.listdir(out))
-
-
 def test_a_second_process_is_refused_and_a_file_system_without_locks_is_named(pets, tmp_path, monkeypatch, capsys):
     (tmp_path / "out").mkdir()
     lock = FileLock(tmp_path / "out" / ".lock")  # stands for another process, to which lock_folder refuses it
