@@ -20,7 +20,7 @@ from latents.folder import Kind
 from latents.labels import parse_dataset
 from latents.listing import Listing, a_few, list_folder, list_source, require_one_set, stamp_of
 from runtime.schema import typed
-from runtime.untrusted import read_npy, reading
+from runtime.untrusted import reading
 from weights.autoencoders import HUB_NAMES, STATISTICS, own_convention, read_statistics
 
 EDM2 = Convention(0.5, latents_mean=(5.81, 3.25, 0.12, -2.15), latents_std=(4.17, 4.62, 3.71, 3.28), pixels=(0, 1))
@@ -114,8 +114,7 @@ def files_of(listing: Listing, suffix: str = ".npy") -> dict[str, str]:
 def load(listing: Listing, file: str) -> np.ndarray:
     """Reads an array from a file; raises ValueError for anything else."""
     with reading(f"{listing.path}/{file}", "a complete npy file of numbers like the others"):
-        stored = listing.read(file)
-        return read_npy(BytesIO(stored), len(stored))
+        return np.lib.format.read_array(BytesIO(listing.read(file)))  # refuses pickles
 
 
 def open_files(source: Path, listing: Listing, latents: dict[str, str], class_of: Mapping[str, object]) -> Stored:
