@@ -175,11 +175,8 @@ class Latents:
                              f"{num_classes}: set data.num_classes={self.num_classes} or more.")
 
 
-def open_latents(path: str | Path, verify: bool = False) -> Latents:
-    """Opens a latent folder (docs/data.md); raises ValueError for data that is missing, damaged or wrongly scaled.
-
-    With `verify` all files are compared with the hashes in metadata.json, else only those with another time than it.
-    """
+def open_latents(path: str | Path) -> Latents:
+    """Opens a latent folder (docs/data.md); raises ValueError for data that is missing, damaged or wrongly scaled."""
     folder, record = Path(path), Path(path) / "metadata.json"
     if not record.is_file():
         raise ValueError(f"{folder} holds no metadata.json, which marks a complete latent folder: rerun the command "
@@ -197,7 +194,7 @@ def open_latents(path: str | Path, verify: bool = False) -> Latents:
         check_labels(part, meta.num_classes, file, 'correct the labels or "num_classes" in the record')
     pairs = [pair for paths in files.values() for pair in zip(paths, meta.shards, strict=True)]
     hashes = {file: shard.sha256[file.name] for file, shard in pairs if file.name in shard.sha256}
-    check_hashes(record, hashes, verify)
+    check_hashes(record, hashes)
     copies = {name: "mirrored" if name == "latents" else f"{name}_mirrored" for name in ("latents", *meta.arrays)}
     latents = Latents(
         str(folder), meta, np.concatenate(labels, dtype=np.min_scalar_type(meta.num_classes - 1), casting="unsafe"),
@@ -253,15 +250,14 @@ def open_npy(file: Path, shape: tuple[int, ...], dtype: str) -> Rows:
 # ---- checks ---------------------------------------------------------------------------------------------------------
 
 
-def check_hashes(record: Path, hashes: dict[Path, str], verify: bool) -> None:
+def check_hashes(record: Path, hashes: dict[Path, str]) -> None:
     """Raises ValueError if a file does not have its hash in `record`, the folder's metadata.json.
 
     A file that has the record's own time is known to have its hash; others were changed or copied since, and are read
-    completely. If all are right, they get the record's time (`mark_known`), so that the next start is quick. `verify`
-    reads all files.
+    completely. If all are right, they get the record's time (`mark_known`), so that the next start is quick.
     """
     known = record.stat().st_mtime_ns
-    files = [file for file in hashes if verify or file.stat().st_mtime_ns != known]
+    files = [file for file in hashes if file.stat().st_mtime_ns != known]
     with ThreadPoolExecutor() as pool:
         for file, digest in zip(files, tqdm(pool.map(sha256, files), "comparing with metadata.json", len(files),
                                             unit=" files", delay=2), strict=True):

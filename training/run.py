@@ -160,7 +160,7 @@ def open_data(cfg: TrainSettings, accelerator: Accelerator) -> Latents:
     with accelerator.local_main_process_first(), warnings.catch_warnings():  # copied files are compared once
         if not accelerator.is_main_process:
             warnings.simplefilter("ignore")     # the main rank prints them
-        latents = open_latents(cfg.data.path, cfg.data.verify and accelerator.is_local_main_process)
+        latents = open_latents(cfg.data.path)
     num_classes = cfg.data.num_classes or latents.num_classes
     latents.require(shape=latent_shape(cfg, latents), num_classes=num_classes)
     print_empty_classes(accelerator, latents.classes, num_classes)
