@@ -7,7 +7,7 @@ import io
 import os
 import posixpath
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,8 +35,18 @@ USUAL = Columns()
 
 
 def is_no_label(value: object) -> bool:
-    """True for what stands for a missing label in a table or a file of labels: None, NaN, or one of NO_LABEL."""
-    return value is None or value != value or isinstance(value, str) and value.casefold() in NO_LABEL
+    """True for what stands for a missing label: None, NaN, -1, or one of NO_LABEL."""
+    return value in (None, -1) or value != value or isinstance(value, str) and value.casefold() in NO_LABEL
+
+
+def require_classes(
+    where: str, names: Iterable[str], labels: Sequence[object], is_missing: Callable[[object], bool] = is_no_label,
+) -> None:
+    """Raises ValueError if an image has no class."""
+    if unlabelled := [f"{name} ({label or 'none'})" for name, label in zip(names, labels, strict=True)
+                      if is_missing(label)]:
+        raise ValueError(f"{where} has no class for {len(unlabelled)} of the {len(labels)} images, such as "
+                         f"{unlabelled[0]}: add it, move them away, or set labels=none for a set without classes.")
 
 
 def label_images(way: str, listing: Listing, names: list[str], columns: Columns) -> tuple[np.ndarray, list[str]]:
@@ -58,14 +68,12 @@ def label_images(way: str, listing: Listing, names: list[str], columns: Columns)
                 raise ValueError(f"labels={way} names no images, but {a_few([*label_of]) or 'nothing'}: its names are "
                                  f"paths with / and suffix from the source, which has {names[0]}. docs/data.md has "
                                  f"lines of pandas that write them; labels=none makes one class.")
-    is_missing = (lambda label: label is None) if way == "folders" else is_no_label
-    classes = [label_of.get(name) for name in names]
-    if unlabelled := [f"{name} ({label or 'none'})" for name, label in zip(names, classes, strict=True)
-                      if is_missing(label)]:
-        raise ValueError(f"labels={way} has no class for {len(unlabelled)} of the {len(names)} images, such as "
-                         f"{unlabelled[0]}: add it, move them away, or set labels=none for a set without classes.")
-    listed = label_of.values()
-    return number_names(classes, listed) if way == "folders" else number_classes(classes, listed, f"labels={way}")
+    classes, listed, where = [label_of.get(name) for name in names], label_of.values(), f"labels={way}"
+    if way == "folders":    # one may be called None
+        require_classes(where, names, classes, lambda label: label is None)
+        return number_names(classes, listed)
+    require_classes(where, names, classes)
+    return number_classes(classes, listed, where)
 
 
 def number_names(classes: Iterable[object], listed: Iterable[object]) -> tuple[np.ndarray, list[str]]:

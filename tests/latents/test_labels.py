@@ -247,7 +247,7 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     **{f"parquet of {kind}": ({"x.parquet": parquet(image=pa.array([png(0)]).cast(kind), label=["cat"])}, "x.parquet",
                               {}, "cat") for kind in (pa.large_binary(), pa.dictionary(pa.int32(), pa.binary()))},
     "a test split of the hub": ({"x.parquet": parquet(image=[png(0)], label=[-1])}, "x.parquet", {},
-                                ["no class (null or -1) for 1 of 1 rows", "labels=none"]),
+                                ["no class for 1 of the 1 images, such as x.parquet row 0 (-1)", "labels=none"]),
     "labels= of parquet": ({"x.parquet": shard(0)}, "x.parquet", {"labels": "folders"}, ["set label_column="]),
     "activeloopai/deeplake#1699: Tiny-ImageNet's label 10985 of 200": (
         {"x.parquet": OF_A_PART.getvalue()}, "x.parquet", {}, ["label 10985 (row 0), outside 0..1"]),
