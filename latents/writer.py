@@ -206,9 +206,10 @@ def finish(
     kind = f"{metadata['kind']}, mirrored" if metadata["mirrored"] else metadata["kind"]
     size = sum(file.stat().st_size for file in out.glob("*.npy"))
     print(f"{out}: {count:,} latents {tuple(metadata['shape'])}, {kind}, {size / 1e6:,.0f} MB")
-    # On a CPU, accelerate launch would limit the process to one thread, and latents have at most 64 tokens.
-    side, launch = metadata["shape"][1], "accelerate launch train.py "
-    launch += "experiment=small" if count <= MOST_SMALL else "data=folder"
-    if device.type == "cpu":
-        launch = "python train.py experiment=small_cpu" + f" model.patch_size={side // 8}" * (side > 32)
+    # On a CPU, accelerate launch would limit the process to one thread. small and small_cpu are for small sets, whose
+    # latents have 64 tokens on a CPU; train.py's own settings are for sets such as ImageNet.
+    side, is_small = metadata["shape"][1], count <= MOST_SMALL
+    launch = ("accelerate launch train.py data=folder" if not is_small else
+              "accelerate launch train.py experiment=small" if device.type != "cpu" else
+              "python train.py experiment=small_cpu" + f" model.patch_size={side // 8}" * (side > 32))
     print(f"next: {launch} {typed('data.path', out)} {typed('name', out.name)}")
