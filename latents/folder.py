@@ -189,7 +189,7 @@ def open_latents(path: str | Path) -> Latents:
     rows = {name: [open_npy(file, (shard.count, *shape), dtype)
                    for file, shard in zip(files[name], meta.shards, strict=True)]
             for name, (shape, dtype) in types.items()}
-    labels = [shard.read(0, len(shard)) for shard in rows["labels"]]
+    labels = [part.read(0, shard.count) for part, shard in zip(rows["labels"], meta.shards, strict=True)]
     for file, part in zip(files["labels"], labels, strict=True):
         check_labels(part, meta.num_classes, file, 'correct the labels or "num_classes" in the record')
     pairs = [pair for paths in files.values() for pair in zip(paths, meta.shards, strict=True)]

@@ -130,9 +130,6 @@ class Rows:
             raise ValueError(f"it holds an array of {self.dtype} {self.shape} in Fortran's order")
         self.start, self.row_bytes = self.file.tell(), math.prod(self.shape[1:]) * self.dtype.itemsize
 
-    def __len__(self) -> int:
-        return self.shape[0]
-
     def read(self, first: int, count: int = 1) -> np.ndarray:
         """Reads rows (count, …) from `first` on."""
         content = read_range(self.name, self.file, self.start + first * self.row_bytes, count * self.row_bytes)
