@@ -15,10 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 from tqdm import tqdm
 
 from autoencoder import Convention
@@ -39,7 +39,6 @@ from runtime.schema import (
 from runtime.untrusted import Rows, reading
 
 Kind = Literal["sample", "moments"]
-Mirror = Literal["same", "flip", "files"]   # nothing | flips the last axis | reads the files after the plain ones
 MAX_CLASSES = 1_000_000  # a larger class number is a mistake, and a table of so many classes would fill the memory
 NUM_PROBED = 512  # latents checked on opening, evenly spread over the shards
 
@@ -58,11 +57,10 @@ class Shard(Record):
 
 
 class ArrayRecord(Record):
-    """An entry of `arrays`, stored in <name>-*.npy, and if `mirror` is "files", in <name>_mirrored-*.npy, too."""
+    """An entry of `arrays`, stored in <name>-*.npy, and of mirrored copies in <name>_mirrored-*.npy."""
 
     shape: list[Size]  # of one row
     dtype: Text
-    mirror: Mirror
 
 
 class Metadata(ConventionRecord):
@@ -85,29 +83,30 @@ class Metadata(ConventionRecord):
     content_of: Text | None = None  # a hash of the shards' `sha256` that `content` belongs to
     arrays: dict[str, ArrayRecord] = {}
 
+    @model_validator(mode="after")
+    def _agrees(self) -> "Metadata":
+        for key, expected, found in (("class_names", self.num_classes, self.class_names),
+                                     ("display_names", self.num_classes, self.display_names),
+                                     ("shards", self.count, range(sum(shard.count for shard in self.shards)))):
+            if found is not None and len(found) != expected:
+                raise ValueError(f"it says {expected}, but its {key} have {len(found)}.")
+        Convention.read(self.model_dump()).require(self.shape[0], "its record")
+        return self
+
 
 def row_types(metadata: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], str]]:
     """Maps the names of a shard's files, <name>-*.npy, to the shape and type of a row."""
     channels, *sides = metadata["shape"]
     row = (channels * (2 if metadata["kind"] == "moments" else 1), *sides)
+    arrays = {name: (tuple(array["shape"]), array["dtype"]) for name, array in metadata.get("arrays", {}).items()}
     types: dict[str, tuple[tuple[int, ...], str]] = {"latents": (row, "float16"), "labels": ((), "int64")}
     if metadata["mirrored"]:
         types["mirrored"] = types["latents"]
-    for name, array in metadata.get("arrays", {}).items():
-        types[name] = tuple(array["shape"]), array["dtype"]
-        if metadata["mirrored"] and array["mirror"] == "files":
-            types[f"{name}_mirrored"] = types[name]
-    return types
+        arrays |= {f"{name}_mirrored": of_row for name, of_row in arrays.items()}
+    return types | arrays
 
 
 # ---- a data set of latents ------------------------------------------------------------------------------------------
-
-
-class Array(NamedTuple):
-    """An array with one row per image: the rows of each shard's file, and what mirroring does to a row."""
-
-    shards: list[Rows]
-    mirror: Mirror
 
 
 @dataclass(eq=False)
@@ -122,13 +121,11 @@ class Latents:
     `classes` lists the labels that occur, in order. There may be fewer of them than `num_classes`.
     """
 
-    where: str                                  # a name for messages
+    where: str                      # a name for messages
     meta: Metadata
-    files: list[object]                         # their names and sizes, and hashes of the content
-    convention: Convention                      # turns the autoencoder's latents into the network's
-    labels: np.ndarray                          # (count,)
-    stored: Array                               # the latents
-    arrays: dict[str, Array]                    # keyed by the names that objectives use
+    labels: np.ndarray              # (count,)
+    rows: dict[str, list[Rows]]     # of "latents" and of each array: each shard's, and then their mirrored copies
+    fingerprint: str = ""           # set by `open_latents`
 
     def __post_init__(self) -> None:
         meta = self.meta
@@ -139,14 +136,7 @@ class Latents:
         self.count, self.classes = len(self.labels), np.unique(self.labels).tolist()
         # The index of each shard's first image, and the count at the end.
         self.starts = np.cumsum([0, *(shard.count for shard in meta.shards)])
-        files, *hashes = self.files
-        record = [files, self.count, self.shape, "float16", self.kind, self.mirrored, self.num_classes,
-                  self.class_names, self.autoencoder, *self.convention.record().values(), *hashes]
-        content = hashlib.sha256(json.dumps(record).encode())
-        content.update(self.labels.tobytes() + self.read(*self.probe())[0].tobytes())
-        for name, rows in sorted(self.rows_of(self.arrays, *self.probe()).items()):
-            content.update(name.encode() + rows.tobytes())
-        self.fingerprint = content.hexdigest()[:32]
+        self.convention = Convention.read(meta.model_dump())    # turns the autoencoder's latents into the network's
 
     def read(self, indices: np.ndarray, mirror: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Returns (stored (B, C or 2C, h, w) float16, labels (B,) int64) for `indices` (B,) int64, in that order.
@@ -155,104 +145,84 @@ class Latents:
         """
         assert len(indices) and 0 <= indices.min() and indices.max() < self.count
         assert mirror is None or self.mirrored or not mirror.any()
-        return self._rows(self.stored, indices, mirror), self.labels[indices].astype(np.int64)
+        return self.rows_of(["latents"], indices, mirror)["latents"], self.labels[indices].astype(np.int64)
 
     def rows_of(
         self, names: Iterable[str], indices: np.ndarray, mirror: np.ndarray | None = None,
     ) -> dict[str, np.ndarray]:
-        """Returns rows (B, …) of the arrays in `names` for `indices`, in the files' own types."""
-        return {name: self._rows(self.arrays[name], indices, mirror) for name in names}
+        """Returns rows (B, …) of "latents" or arrays for `indices`, in the files' own types."""
+        order = np.argsort(indices)  # so that a file is read in order
+        shard = np.searchsorted(self.starts, indices[order], side="right") - 1
+        row = indices[order] - self.starts[shard]
+        if mirror is not None:
+            shard = shard + mirror[order] * (len(self.starts) - 1)
+        places, found = [*zip(order.tolist(), shard.tolist(), row.tolist(), strict=True)], {}
+        for name in names:
+            shards = self.rows[name]
+            found[name] = rows = np.empty((len(indices), *shards[0].shape[1:]), shards[0].dtype)
+            for i, s, r in places:
+                rows[i] = shards[s].read(r)
+        return found
 
     def require(self, *, shape: tuple[int, int, int], num_classes: int) -> None:
         """Raises ValueError if the latents do not fit a network for `shape` (C, h, w) and `num_classes`."""
-        if self.shape[1] != self.shape[2]:
-            raise ValueError(f"{self.where} holds latents {self.shape}, which must be (channels, side, side): move the "
-                             f"channels to the front, or crop the images to squares.")
         if tuple(shape) != self.shape:
-            raise ValueError(f"{self.where} holds latents {self.shape}, but the network is set up for {tuple(shape)}: "
-                             f"set data=folder, which reads the shape from the folder, or "
-                             f"data.channels={self.shape[0]} and data.input_size={self.shape[1]}.")
+            raise ValueError(f"{self.where} holds latents {self.shape}, but the network is set up for {tuple(shape)}, "
+                             f"which are channels, side, side: set data=folder, which reads the shape from the folder, "
+                             f"or data.channels={self.shape[0]} and data.input_size={self.shape[1]}.")
         if num_classes < self.num_classes:
             raise ValueError(f"{self.where} has {self.num_classes} classes, but the network is set up for "
                              f"{num_classes}: set data.num_classes={self.num_classes} or more.")
 
-    def probe(self) -> tuple[np.ndarray, np.ndarray | None]:
-        """Returns (indices, mirror) for a few hundred latents, spread over all shards and always the same."""
-        indices = spread(self.count, NUM_PROBED)
-        return indices, np.arange(len(indices)) % 2 == 1 if self.mirrored else None
 
-    def _rows(self, array: Array, indices: np.ndarray, mirror: np.ndarray | None) -> np.ndarray:
-        """Reads the rows of `indices`, of the flipped image where `mirror` is True."""
-        rows = np.empty((len(indices), *array.shards[0].shape[1:]), array.shards[0].dtype)
-        order = np.argsort(indices)  # so that a file is read in order
-        shard = np.searchsorted(self.starts, indices[order], side="right") - 1
-        row = indices[order] - self.starts[shard]
-        if mirror is not None and array.mirror == "files":
-            shard = shard + mirror[order] * (len(self.starts) - 1)
-        for i, s, r in zip(order.tolist(), shard.tolist(), row.tolist(), strict=True):
-            array.shards[s].read_into(rows[i : i + 1], r)
-        if mirror is not None and array.mirror == "flip":
-            rows = np.where(mirror.reshape(-1, *[1] * (rows.ndim - 1)), rows[..., ::-1], rows)
-        return rows
-
-
-def open_latents(path: str | Path, verify: bool = False) -> Latents:
-    """Opens a latent folder (docs/data.md); raises ValueError for data that is missing, damaged or wrongly scaled.
-
-    With `verify` all files are compared with the hashes in metadata.json, else only those with another time than it.
-    """
+def open_latents(path: str | Path) -> Latents:
+    """Opens a latent folder (docs/data.md); raises ValueError for data that is missing, damaged or wrongly scaled."""
     folder, record = Path(path), Path(path) / "metadata.json"
     if not record.is_file():
-        if (folder / "preparing.json").exists() or any(folder.glob("latents-*.npy")):
-            raise ValueError(f"{folder}: preparation has not finished; rerun the same command to resume it.")
-        raise ValueError(f"{folder} holds no metadata.json, which marks a latent folder: prepare images by "
-                         f"scripts/prepare_latents.py, import other code's latents by scripts/import_latents.py, or "
-                         f"try the built-in shapes with `bash scripts/quickstart.sh`.")
+        raise ValueError(f"{folder} holds no metadata.json, which marks a complete latent folder: rerun the command "
+                         f"that began it, prepare images by scripts/prepare_latents.py, import other code's latents by "
+                         f"scripts/import_latents.py, or try the built-in shapes with `bash scripts/quickstart.sh`.")
     meta = read_record(Metadata, record, "docs/data.md has the format, and scripts/prepare_latents.py writes it.")
-    for key, expected, names in (("class_names", meta.num_classes, meta.class_names),
-                                 ("display_names", meta.num_classes, meta.display_names),
-                                 ("shards", meta.count, range(sum(shard.count for shard in meta.shards)))):
-        if names is not None and len(names) != expected:
-            raise ValueError(f"{record} says {expected}, but its {key} have {len(names)}.")
-    try:
-        convention = Convention.read(meta.model_dump())
-        convention.require(meta.shape[0], "its record")
-    except ValueError as error:
-        raise ValueError(f"{record}: {error}") from None
-
     types = row_types(meta.model_dump())
     allow_open_files(len(meta.shards) * len(types))
     files = {name: [file_of(folder, shard, name) for shard in meta.shards] for name in types}
     rows = {name: [open_npy(file, (shard.count, *shape), dtype)
                    for file, shard in zip(files[name], meta.shards, strict=True)]
             for name, (shape, dtype) in types.items()}
-    labels = [shard.all() for shard in rows["labels"]]
+    labels = [part.read(0, shard.count) for part, shard in zip(rows["labels"], meta.shards, strict=True)]
     for file, part in zip(files["labels"], labels, strict=True):
         check_labels(part, meta.num_classes, file, 'correct the labels or "num_classes" in the record')
     pairs = [pair for paths in files.values() for pair in zip(paths, meta.shards, strict=True)]
     hashes = {file: shard.sha256[file.name] for file, shard in pairs if file.name in shard.sha256}
-    check_hashes(record, hashes, verify)
-    of_latents = [*files["latents"], *files.get("mirrored", [])]
-    # Not where somebody has changed a shard.
-    is_known = meta.content_of == record_sha256({"shards": [shard.sha256 for shard in meta.shards]})
+    check_hashes(record, hashes)
+    copies = {name: "mirrored" if name == "latents" else f"{name}_mirrored" for name in ("latents", *meta.arrays)}
     latents = Latents(
-        str(folder), meta, convention=convention, stored=Array(rows["latents"] + rows.get("mirrored", []), "files"),
-        files=[[], meta.content] if is_known else [
-            [(file.name, file.stat().st_size) for file in of_latents], *hashes.values()],
-        labels=np.concatenate(labels, dtype=np.min_scalar_type(meta.num_classes - 1), casting="unsafe"),
-        arrays={name: Array(rows[name] + rows.get(f"{name}_mirrored", []), array.mirror)
-                for name, array in meta.arrays.items()})
-    indices, mirror = latents.probe()
-    stored = latents.read(indices, mirror)[0].astype(np.float64)
+        str(folder), meta, np.concatenate(labels, dtype=np.min_scalar_type(meta.num_classes - 1), casting="unsafe"),
+        {name: rows[name] + rows.get(mirrored, []) for name, mirrored in copies.items()})
+    indices = spread(latents.count, NUM_PROBED)
+    probed = latents.rows_of(copies, indices, np.arange(len(indices)) % 2 == 1 if meta.mirrored else None)
     where = f"{folder} ({len(indices)} of {latents.count} latents checked)"
-    for name, probed in {"latents": stored, **latents.rows_of(latents.arrays, indices, mirror)}.items():
-        finite = np.isfinite(probed).reshape(len(probed), -1).all(axis=1)
+    for name, part in probed.items():
+        finite = np.isfinite(part).reshape(len(part), -1).all(axis=1)
         if not finite.all():
             raise ValueError(f"{where}: {(~finite).sum()} {name} hold NaN or infinity, such as image "
                              f"{indices[~finite][0]}. Prepare them again; a network in half precision is the usual "
                              f"cause.")
-    check_values(stored, latents.kind, latents.autoencoder, where, "a latent folder needs latents * scale, or [mean, "
-                 "exp(logvar / 2)] * scale for kind moments, as scripts/prepare_latents.py writes them")
+    check_values(probed["latents"].astype(np.float64), latents.kind, latents.autoencoder, where, "a latent folder "
+                 "needs latents * scale, or [mean, exp(logvar / 2)] * scale for kind moments, as "
+                 "scripts/prepare_latents.py writes them")
+
+    # `content` is not of these files where somebody has changed a shard.
+    is_known = meta.content_of == record_sha256({"shards": [shard.sha256 for shard in meta.shards]})
+    sizes = [(file.name, file.stat().st_size) for file in [*files["latents"], *files.get("mirrored", [])]]
+    named: list[Any] = [[], meta.content] if is_known else [sizes, *hashes.values()]
+    identity = hashlib.sha256(json.dumps([
+        named[0], latents.count, latents.shape, "float16", latents.kind, latents.mirrored, latents.num_classes,
+        latents.class_names, latents.autoencoder, *latents.convention.record().values(), *named[1:]]).encode())
+    identity.update(latents.labels.tobytes() + probed["latents"].tobytes())
+    for name in sorted(meta.arrays):
+        identity.update(name.encode() + probed[name].tobytes())
+    latents.fingerprint = identity.hexdigest()[:32]
     return latents
 
 
@@ -280,15 +250,14 @@ def open_npy(file: Path, shape: tuple[int, ...], dtype: str) -> Rows:
 # ---- checks ---------------------------------------------------------------------------------------------------------
 
 
-def check_hashes(record: Path, hashes: dict[Path, str], verify: bool) -> None:
+def check_hashes(record: Path, hashes: dict[Path, str]) -> None:
     """Raises ValueError if a file does not have its hash in `record`, the folder's metadata.json.
 
     A file that has the record's own time is known to have its hash; others were changed or copied since, and are read
-    completely. If all are right, they get the record's time (`mark_known`), so that the next start is quick. `verify`
-    reads all files.
+    completely. If all are right, they get the record's time (`mark_known`), so that the next start is quick.
     """
     known = record.stat().st_mtime_ns
-    files = [file for file in hashes if verify or file.stat().st_mtime_ns != known]
+    files = [file for file in hashes if file.stat().st_mtime_ns != known]
     with ThreadPoolExecutor() as pool:
         for file, digest in zip(files, tqdm(pool.map(sha256, files), "comparing with metadata.json", len(files),
                                             unit=" files", delay=2), strict=True):
@@ -348,6 +317,5 @@ def check_values(stored: np.ndarray, kind: Kind, autoencoder: str, where: str, r
 def allow_open_files(num_files: int) -> None:
     """Raises this process's limit on open files if `num_files` more would exceed it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = num_files + 512  # for the files that Python, torch and the trackers hold open
-    if soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard), hard))
+    # Python, torch and the trackers hold files open, too.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(soft, num_files + 512), hard), hard))

@@ -4,7 +4,6 @@ A format is one function, which opens a source, and its line in FORMS. docs/inte
 is unpickled.
 """
 
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -19,13 +18,11 @@ import torch
 from autoencoder import SD_VAE_SCALE, Convention
 from latents.folder import Kind
 from latents.labels import parse_dataset
-from latents.listing import Listing, a_few, list_folder, list_source, list_zip, require_one_set, stamp_of
-from runtime.files import MOST_BYTES, open_plain
-from runtime.schema import first_line, typed
-from runtime.untrusted import read_npy, reading
+from latents.listing import Listing, a_few, list_folder, list_source, require_one_set, stamp_of
+from runtime.schema import typed
+from runtime.untrusted import reading
 from weights.autoencoders import HUB_NAMES, STATISTICS, own_convention, read_statistics
 
-MOST_ELEMENTS = 2**20  # of one latent, as some hundred are in memory at once; 16 channels of 256 x 256 have as many
 EDM2 = Convention(0.5, latents_mean=(5.81, 3.25, 0.12, -2.15), latents_std=(4.17, 4.62, 3.71, 3.28), pixels=(0, 1))
 
 Reader = Callable[[int, int], np.ndarray | torch.Tensor]  # rows start to end, as they are stored, (n, *shape)
@@ -73,11 +70,10 @@ def open_stored(
     options: dict[str, Any] = {"tread": {"kind": kind}, "lightningdit": {"latent_norm": latent_norm}}
     stored = FORMS[format][0](Path(source), **options.get(format, {}))
     channels, *sides = stored.shape or (0,)
-    if (len(sides) != 2 or sides[0] != sides[1] or not 0 < math.prod(stored.shape) <= MOST_ELEMENTS
-            or stored.kind == "moments" and channels % 2):
+    if len(sides) != 2 or sides[0] != sides[1] or not channels or stored.kind == "moments" and channels % 2:
         raise ValueError(f"source={source} holds arrays of shape {stored.shape}, but latents have (C, R, R), channels "
-                         f"first, at most {MOST_ELEMENTS:,} numbers, and moments an even C. Another shape means "
-                         f"another format, or images that are not square.")
+                         f"first, and moments an even C. Another shape means another format, or images that are not "
+                         f"square.")
     stored = replace(stored, autoencoder=autoencoder or stored.autoencoder, scaled=stored.scaled and scale is None)
     channels //= 2 if stored.kind == "moments" else 1
     if stored.autoencoder in HUB_NAMES and channels != 4:
@@ -85,50 +81,50 @@ def open_stored(
                          f"{stored.autoencoder}'s have 4: correct kind= or latent_norm=, or set autoencoder= "
                          f"(none if it is unknown).")
     if stored.convention.latents_mean is None:
-        return replace(stored, convention=convention_of(stored, source, channels, scale))
+        return replace(stored, convention=convention_of(stored.autoencoder, source, scale))
     # Statistics belong to the stored values, whatever decodes them.
     return replace(stored, convention=replace(stored.convention, scale=scale or stored.convention.scale))
 
 
-def convention_of(stored: Stored, source: str, channels: int, scale: float | None) -> Convention:
+def convention_of(autoencoder: str, source: str, scale: float | None) -> Convention:
     """Returns the autoencoder's own convention, or a typed scale for one that has none.
 
     Raises ValueError where the two differ, or neither says how to scale.
     """
-    name, own = stored.autoencoder, own_convention(stored.autoencoder)
+    own = own_convention(autoencoder)
     if own is not None and scale not in (None, own.scale):
-        raise ValueError(f"scale={scale:g} is typed, but autoencoder={name} decodes latents of scale {own.scale:g}: "
-                         f"leave scale= out, name the folder of another autoencoder, or set autoencoder=none.")
-    if own is None and scale is None and not (stored.scaled and channels != 4):  # others than an SD-VAE's, as they are
-        raise ValueError(f"autoencoder={name} does not say by what source={source} "
-                         f"{'was' if stored.scaled else 'is to be'} scaled: leave it out if by an SD-VAE's "
-                         f"{SD_VAE_SCALE}, name a folder whose config.json has the scale"
-                         f"{'' if stored.scaled else ', or set scale= as well'}.")
+        raise ValueError(f"scale={scale:g} is typed, but autoencoder={autoencoder} decodes latents of scale "
+                         f"{own.scale:g}: leave scale= out, name the folder of another autoencoder, or set "
+                         f"autoencoder=none.")
+    if own is None and scale is None:
+        raise ValueError(f"autoencoder={autoencoder} does not say how the latents of source={source} are scaled: leave "
+                         f"it out if by an SD-VAE's {SD_VAE_SCALE}, name a folder whose config.json has the scale, or "
+                         f"set scale= as well, by which they will be multiplied (1 if they are scaled already).")
     return own or Convention(scale or 1.0)
 
 
 # ---- one npy file per latent ----------------------------------------------------------------------------------------
 
 
-def files_of(listing: Listing, suffix: str = ".npy") -> dict[str, int]:
-    """Maps the names of a listing's files with a suffix, without it, to their numbers."""
-    return {name.removesuffix(suffix): i for i, name in enumerate(listing.names) if name.endswith(suffix)}
+def files_of(listing: Listing, suffix: str = ".npy") -> dict[str, str]:
+    """Returns the names of a listing's files with a suffix, by what they are without it."""
+    return {name.removesuffix(suffix): name for name in listing.names if name.endswith(suffix)}
 
 
-def load(listing: Listing, file: int) -> np.ndarray:
+def load(listing: Listing, file: str) -> np.ndarray:
     """Reads an array from a file; raises ValueError for anything else."""
-    with reading(f"{listing.path}/{listing.names[file]}", "a complete npy file of numbers like the others"):
-        stored = listing.read(file)
-        return read_npy(BytesIO(stored), len(stored))
+    with reading(f"{listing.path}/{file}", "a complete npy file of numbers like the others"):
+        return np.lib.format.read_array(BytesIO(listing.read(file)))  # refuses pickles
 
 
-def open_files(source: Path, listing: Listing, latents: dict[str, int], class_of: Mapping[str, object]) -> Stored:
+def open_files(source: Path, listing: Listing, latents: dict[str, str], class_of: Mapping[str, object]) -> Stored:
     """Opens one latent a file, in the order of `latents`. Raises ValueError unless each has a class and each class one.
 
     Some writers keep the batch axis.
     """
     if not latents:
-        raise ValueError(f"source={source} holds no .npy files of latents: copy them again.")
+        raise ValueError(f"source={source} holds no .npy files of latents. Pickles, such as MaskDiT's .latent, can run "
+                         f"code and are never loaded: rewrite them by the lines in docs/interop.md.")
     if unpaired := sorted(latents.keys() ^ class_of.keys()):
         raise ValueError(f"source={source} has {len(latents)} latents and {len(class_of)} labels: {unpaired[0]!r} has "
                          f"no {'label' if unpaired[0] in latents else 'latent'}.")
@@ -136,12 +132,11 @@ def open_files(source: Path, listing: Listing, latents: dict[str, int], class_of
     first = load(listing, files[0])
 
     def read(start: int, end: int) -> np.ndarray:
-        arrays = [load(listing, file) for file in files[start:end]]
-        for file, array in zip(files[start:end], arrays, strict=True):
+        arrays = {file: load(listing, file) for file in files[start:end]}
+        for file, array in arrays.items():
             if array.shape != first.shape:
-                raise ValueError(f"{listing.path}/{listing.names[file]} has the shape {array.shape}, but "
-                                 f"{listing.names[files[0]]} {first.shape}.")
-        return np.stack(arrays).reshape(len(arrays), *shape)
+                raise ValueError(f"{listing.path}/{file} has the shape {array.shape}, but {files[0]} {first.shape}.")
+        return np.stack([*arrays.values()]).reshape(len(arrays), *shape)
 
     shape = first.shape[1:] if first.ndim == 4 and len(first) == 1 else first.shape
     with reading(f"source={source}", "a set with one class for each latent", "correct the labels"):
@@ -150,24 +145,19 @@ def open_files(source: Path, listing: Listing, latents: dict[str, int], class_of
 
 
 def open_repa(source: Path) -> Stored:
-    """Opens .npy files and their dataset.json, {"labels": [[name, class], …]}, in a folder or a zip.
+    """Opens .npy files and their dataset.json, {"labels": [[name, class], …]}, in a folder, a zip, or a folder in it.
 
-    `{"labels": null}` means one class. The files lie at the top level or in a folder vae-sd.
+    `{"labels": null}` means one class.
     """
-    if source.is_dir():
-        listing = list_folder(source / "vae-sd" if (source / "vae-sd").is_dir() else source, links=False)
-    else:
-        listing = list_zip(source)
-        listing = listing.below("vae-sd") if any(file.startswith("vae-sd/") for file in listing.names) else listing
-    latents, record = files_of(listing), listing.path / "dataset.json"
+    listing = list_source(source)
     if "dataset.json" not in listing.names:
-        raise ValueError(f"source={source} has no {record}, the labels of the files beside it: copy it there.")
-    try:
-        labels = parse_dataset(listing.read(listing.names.index("dataset.json")))
-    except ValueError as error:
-        raise ValueError(f"{record} cannot be read, as {first_line(error)}.") from error
+        raise ValueError(f"source={source} holds no dataset.json: name the folder that does, such as "
+                         f"{typed('source', source / 'vae-sd')}.")
+    with reading(listing.path / "dataset.json", "a file of labels", "copy it again"):
+        labels = parse_dataset(listing.read("dataset.json"))
+    latents = files_of(listing)
     class_of = {name.removesuffix(".npy"): label for name, label in labels.items()} or dict.fromkeys(latents, 0)
-    stored = open_files(listing.path, listing, dict(sorted(latents.items())), class_of)
+    stored = open_files(source, listing, dict(sorted(latents.items())), class_of)
     return replace(stored, kind="moments", autoencoder="sd_vae_mse")
 
 
@@ -182,7 +172,7 @@ def open_fastdit(source: Path) -> Stored:
     if len(names) != 1 or not (source / f"{names[0]}_labels").is_dir():
         raise ValueError(f"source={source} must hold one folder <name>_features and its <name>_labels, not "
                          f"{a_few(names) or 'none'}: use a folder with one.")
-    features, labels = (list_folder(source / f"{names[0]}_{part}", links=False) for part in ("features", "labels"))
+    features, labels = (list_folder(source / f"{names[0]}_{part}") for part in ("features", "labels"))
     latents = sorted(files_of(features).items(), key=lambda item: ([*map(int, re.findall(r"\d+", item[0]))], item[0]))
     class_of = {name: load(labels, file).squeeze()[()] for name, file in files_of(labels).items()}
     return replace(open_files(source, features, dict(latents), class_of), scaled=True)
@@ -193,17 +183,11 @@ def open_tread(source: Path, kind: Kind | None) -> Stored:
     if kind is None:
         raise ValueError(f"source={source}: tars do not record what they hold: set kind=sample (scaled latents, as "
                          f"TREAD's) or kind=moments ([mean, log-variance]).")
-    listing = list_source(source)
-    if pickles := [name for name in listing.names if name.endswith(".latent")]:
-        raise ValueError(f"source={source}: {pickles[0]} is a pickle, which can run code and is never loaded: rewrite "
-                         f"the tars with the lines in docs/interop.md.")
-    latents, class_of = files_of(listing, ".latent.npy"), {}
-    if len({*listing.names}) < len(listing):
-        raise ValueError(f"source={source} has two files of one name in a tar, or in two tars of one name.")
+    listing, class_of = list_source(source), {}
     for key, file in files_of(listing, ".cls").items():
-        with reading(f"source={source}: {key}.cls", "a class number", "write 0, 1, 2 …"):
+        with reading(f"source={source}: {file}", "a class number", "write 0, 1, 2 …"):
             class_of[key] = int(listing.read(file))
-    stored = open_files(source, listing, latents, class_of)
+    stored = open_files(source, listing, files_of(listing, ".latent.npy"), class_of)
     return replace(stored, kind=kind, scaled=kind == "sample", log_variance=kind == "moments")
 
 
@@ -218,8 +202,6 @@ def open_lightningdit(source: Path, latent_norm: bool) -> Stored:
     if not files:
         folder = typed("source", source if source.is_dir() else source.parent)
         raise ValueError(f"source={source} is no folder of .safetensors: name one, as in {folder}.")
-    for file in files:
-        open_plain(file, links=False).close()
     require_one_set(source, files, "source")
     starts, labels = [0], []
     shapes: list[tuple[int, ...]] = []      # of one latent, and of its mirrored copy if there are copies
@@ -228,10 +210,6 @@ def open_lightningdit(source: Path, latent_norm: bool) -> Stored:
             parts = ("latents", "latents_flip")[: 1 + ("latents_flip" in {*shard.keys()})]
             slices = [shard.get_slice(part) for part in parts]
             sizes = [tuple(part.get_shape()) for part in slices]
-            if complex_numbers := [part.get_dtype() for part in slices if part.get_dtype().startswith("C")]:
-                raise ValueError(f"its latents are complex numbers, {complex_numbers[0]}")
-            if math.prod(shard.get_slice("labels").get_shape()) > MOST_BYTES // 8:
-                raise ValueError(f"it has more than {MOST_BYTES // 8:,} labels")
             labels.append(shard.get_tensor("labels").numpy())
         shapes, count = shapes or [size[1:] for size in sizes], labels[-1].size
         if labels[-1].ndim != 1 or sizes != [(count, *shape) for shape in shapes]:

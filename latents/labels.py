@@ -7,7 +7,7 @@ import io
 import os
 import posixpath
 import re
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ import numpy as np
 from latents.listing import Listing, a_few, is_hidden
 from runtime.files import parse_json
 from runtime.schema import first_line, typed
+from runtime.untrusted import reading
 
 WAYS = ("folders", "cls", "none")
 NUMBER = re.compile(r"[-+]?\d*\.?\d+(e[-+]?\d+)?", re.IGNORECASE)
@@ -34,8 +35,18 @@ USUAL = Columns()
 
 
 def is_no_label(value: object) -> bool:
-    """True for what stands for a missing label in a table or a file of labels: None, NaN, or one of NO_LABEL."""
-    return value is None or value != value or isinstance(value, str) and value.casefold() in NO_LABEL
+    """True for what stands for a missing label: None, NaN, -1, or one of NO_LABEL."""
+    return value in (None, -1) or value != value or isinstance(value, str) and value.casefold() in NO_LABEL
+
+
+def require_classes(
+    where: str, names: Iterable[str], labels: Sequence[object], is_missing: Callable[[object], bool] = is_no_label,
+) -> None:
+    """Raises ValueError if an image has no class."""
+    if unlabelled := [f"{name} ({label or 'none'})" for name, label in zip(names, labels, strict=True)
+                      if is_missing(label)]:
+        raise ValueError(f"{where} has no class for {len(unlabelled)} of the {len(labels)} images, such as "
+                         f"{unlabelled[0]}: add it, move them away, or set labels=none for a set without classes.")
 
 
 def label_images(way: str, listing: Listing, names: list[str], columns: Columns) -> tuple[np.ndarray, list[str]]:
@@ -43,29 +54,26 @@ def label_images(way: str, listing: Listing, names: list[str], columns: Columns)
 
     Raises ValueError if an image has no class.
     """
-    listed: Iterable[object]  # also the classes of images elsewhere
-    classes: Sequence[object]
+    label_of: Mapping[str, object]  # may also have classes of images elsewhere
     match way:
         case "none":
             return np.zeros(len(names), np.int64), ["all"]
         case "folders":
-            classes = listed = class_folders(listing, names)
+            label_of = class_folders(listing, names)
         case "cls":
-            classes = listed = read_cls(listing, names)
+            label_of = read_cls(listing, names)
         case _:
             label_of = read_label_file(way, listing, columns)
-            classes, listed = [label_of.get(name) for name in names], label_of.values()
-            if not label_of:
-                raise ValueError(f"labels={way} has no labels: set labels=none for a set without classes.")
             if label_of.keys().isdisjoint(names):
-                raise ValueError(f"labels={way} names no images: its names, such as {next(iter(label_of))}, are paths "
-                                 f"with / and suffix from the source, which has {names[0]}: docs/data.md has lines of "
-                                 f"pandas that write them.")
-    if unlabelled := [f"{name} ({label or 'none'})" for name, label in zip(names, classes, strict=True)
-                      if (label is None if way == "folders" else is_no_label(label))]:
-        raise ValueError(f"labels={way} has no class for {len(unlabelled)} of the {len(names)} images, such as "
-                         f"{unlabelled[0]}: add it, move them away, or set labels=none for a set without classes.")
-    return number_names(classes, listed) if way == "folders" else number_classes(classes, listed, f"labels={way}")
+                raise ValueError(f"labels={way} names no images, but {a_few([*label_of]) or 'nothing'}: its names are "
+                                 f"paths with / and suffix from the source, which has {names[0]}. docs/data.md has "
+                                 f"lines of pandas that write them; labels=none makes one class.")
+    classes, listed, where = [label_of.get(name) for name in names], label_of.values(), f"labels={way}"
+    if way == "folders":    # one may be called None
+        require_classes(where, names, classes, lambda label: label is None)
+        return number_names(classes, listed)
+    require_classes(where, names, classes)
+    return number_classes(classes, listed, where)
 
 
 def number_names(classes: Iterable[object], listed: Iterable[object]) -> tuple[np.ndarray, list[str]]:
@@ -97,29 +105,28 @@ def number_classes(classes: Sequence[object], listed: Iterable[object], where: s
 # ---- folders, and files beside the images ---------------------------------------------------------------------------
 
 
-def class_folders(listing: Listing, names: list[str]) -> list[str | None]:
-    """Returns the first folder of each image; None where it is in none.
+def class_folders(listing: Listing, names: list[str]) -> dict[str, str]:
+    """Returns the first folder of each image that is in one.
 
     Raises ValueError for a folder without images, as in torchvision: it may be a class that was not downloaded.
     """
-    inner = [listing.name_in_tar(name) for name in names]
-    classes = [name.split("/")[0] if "/" in name else None for name in inner]
+    folder_of = {name: inner.split("/")[0] for name in names if "/" in (inner := listing.name_in_tar(name))}
     if listing.path.is_dir() and not listing.tars:
         folders = {entry.name for entry in os.scandir(listing.path) if entry.is_dir()}
-        if empty := sorted(name for name in folders - {*classes} if not is_hidden(f"{name}/")):
+        if empty := sorted(name for name in folders - {*folder_of.values()} if not is_hidden(f"{name}/")):
             raise ValueError(f"labels=folders finds no image in {len(empty)} folders of {listing.path}, such as "
                              f"{empty[0]}, which may be classes: fill them, or move them away.")
-    return classes
+    return folder_of
 
 
-def read_cls(listing: Listing, names: list[str]) -> list[str | None]:
-    """Reads the .cls beside each image; None if there is none. Raises ValueError for one that is not text."""
-    place = {name: i for i, name in enumerate(listing.names) if name.endswith(".cls")}
-    beside = [cls_beside(name, place) for name in names]
-    try:
-        return [None if file is None else listing.read(place[last := file]).decode().strip() for file in beside]
-    except UnicodeDecodeError:
-        raise ValueError(f"labels=cls: {last} is not text in UTF-8: write a number or a name.") from None
+def read_cls(listing: Listing, names: list[str]) -> dict[str, str]:
+    """Reads the .cls beside each image that has one. Raises ValueError for one that is not text."""
+    present, label_of = {*listing.names}, {}
+    for name in names:
+        if file := cls_beside(name, present):
+            with reading(f"labels=cls: {file}", "text in UTF-8", "write a number or a name"):
+                label_of[name] = listing.read(file).decode().strip()
+    return label_of
 
 
 def cls_beside(name: str, present: Container[str]) -> str | None:
@@ -132,21 +139,16 @@ def cls_beside(name: str, present: Container[str]) -> str | None:
 # ---- label files ----------------------------------------------------------------------------------------------------
 
 
-def name_within(listing: Listing, file: str) -> str:
-    """Returns the name of a label file in the source, such as dataset.json of set.zip/dataset.json."""
-    return Path(os.path.relpath(file, listing.path)).as_posix()
-
-
 def read_label_file(file: str, listing: Listing, columns: Columns) -> dict[str, object]:
     """Reads the class of each name in a dataset.json of EDM's tools, or in two columns of a .csv.
 
     Raises ValueError for other files, absent columns and contradictions.
     """
-    name, kind = name_within(listing, file), Path(file).suffix.lower()
-    if not Path(file).is_file() and name not in listing.names:
+    within, kind = Path(os.path.relpath(file, listing.path)).as_posix(), Path(file).suffix.lower()
+    if not Path(file).is_file() and within not in listing.names:
         raise ValueError(f"labels={file} is not a file, looked for from {Path.cwd()}, nor one of {', '.join(WAYS)}.")
     try:
-        content = Path(file).read_bytes() if Path(file).is_file() else listing.read(listing.names.index(name))
+        content = Path(file).read_bytes() if Path(file).is_file() else listing.read(within)     # set.zip/dataset.json
         if kind in (".json", ".csv"):
             return parse_dataset(content) if kind == ".json" else parse_csv(content, columns)
         raise ValueError("its suffix is neither .csv nor .json: write a .csv, as docs/data.md shows")
@@ -202,17 +204,15 @@ def only_way(source: str | Path, listing: Listing, names: list[str]) -> str:
     depths, tops = {name.count("/") for name in inner}, sorted({name.split("/")[0] for name in inner if "/" in name})
     present = {*listing.names}
     has_cls = any(cls_beside(name, present) for name in names)
-    tables = [name for name in listing.names if not is_hidden(name) and (
-        name.endswith((".csv", ".jsonl", ".parquet")) or posixpath.basename(name) == "dataset.json")]
-    records = [name for name in (f"{posixpath.splitext(name)[0]}.json" for name in names) if name in present]
-    if depths == {1} and len(tops) > 1 and not tables and not has_cls and not records:
+    records = sorted(name for name in listing.names if name.endswith((".csv", ".json", ".jsonl", ".parquet"))
+                     and not is_hidden(name))
+    if depths == {1} and len(tops) > 1 and not has_cls and not records:
         return "folders"
-    if depths == {0} and has_cls and not tables:
+    files = [name for name in records if name.endswith(".csv") or posixpath.basename(name) == "dataset.json"]
+    if depths == {0} and has_cls and not files:
         return "cls"
-    files = [name for name in tables if name.endswith((".csv", ".json"))]
     outside = [f", once {name} lies in one" for name in inner if "/" not in name]
     ways = [*[f"labels=folders ({a_few(tops)}){''.join(outside[:1])}"] * bool(tops), *["labels=cls"] * has_cls,
             *(typed("labels", f"{listing.path}/{name}") for name in files[:3]), "labels=none (one class)"]
-    others = [name for name in (*tables, *records) if name not in files]
     raise ValueError(f"source={source} may be labelled in several ways, so set one: {'; '.join(ways)}; or "
-                     f"labels=<file>.csv, as docs/data.md shows{f', also from {others[0]}' if others else ''}.")
+                     f"labels=<file>.csv, as docs/data.md shows{f', also from {records[0]}' if records else ''}.")

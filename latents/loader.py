@@ -35,7 +35,7 @@ def batches(latents: Latents, batch_size: int, *, seed: int, rank: int = 0, worl
     """
     check_batch_size(batch_size, latents.count, world)
     assert 0 <= rank < world and start >= 0
-    names = [name for name in arrays if name in latents.arrays]
+    names = [name for name in arrays if name in latents.meta.arrays]
     load = partial(_load, latents, names, torch.cuda.current_device() if pin else None)
     return read_ahead(load, _plan(latents, batch_size, seed, rank, world, start))
 

@@ -33,11 +33,10 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 def is_finished(out: Path, settings: Mapping[str, Any], is_main: bool = True) -> bool:
     """Returns whether `out` is complete. Raises ValueError if it was begun with other settings or holds other files."""
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"out={out} is a file; choose a folder.")
     if not (out / "preparing.json").is_file():
-        if out.is_dir() and any(not name.startswith(".") for name in os.listdir(out)):
-            raise ValueError(f"out={out} holds files that this script did not write; choose a new or empty folder.")
+        if out.is_file() or out.is_dir() and any(not name.startswith(".") for name in os.listdir(out)):
+            raise ValueError(f"out={out} is or holds files that this script did not write; choose a new or empty "
+                             f"folder.")
         return False
     before = read_json(out / "preparing.json")
     of_files = {"fingerprint": "the names, labels, sizes or times of the source's files differ",
@@ -57,12 +56,12 @@ def is_finished(out: Path, settings: Mapping[str, Any], is_main: bool = True) ->
 def write_folder(
     out: Path, settings: Mapping[str, Any], metadata: dict[str, Any], num_items: int, *, shard_size: int,
     batch_size: int, read: Callable[[range], Any], encode: Callable[[Any], tuple[Rows, Unreadable]],
-    state: PartialState, threads: int = 1, when_full: str = "",
+    state: PartialState, threads: int = 1,
 ) -> None:
     """Writes the missing shards of `out` over all ranks, then metadata.json. `settings` are kept in preparing.json.
 
     `read(items)` runs in threads and reads up to `batch_size` items of one shard. `encode` turns its result into rows.
-    Raises ValueError if the disk is too full, with the advice `when_full`, or if another process is writing to `out`.
+    Raises ValueError if the disk is too full, for rows that are not finite, or if another process is writing to `out`.
     """
     started, is_main, types = time.monotonic(), state.is_main_process, row_types(metadata)
     shards = [range(start, min(start + shard_size, num_items)) for start in range(0, num_items, shard_size)]
@@ -71,7 +70,7 @@ def write_folder(
     row_bytes = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in types.values())
     state.print(f"{', '.join(types)}: {row_bytes:,} bytes per image, {row_bytes * num_items / 1e9:,.3g} GB in all")
     require_room(out, sum(len(shards[shard]) for shard in todo) * row_bytes,
-                 f"choose another disk with out=.{when_full}")
+                 "choose another disk with out=, or store no mirrored copies.")
     state.wait_for_everyone()  # all ranks read `out` before any of them writes there
 
     jobs = [(shard, shards[shard][start : start + batch_size])
@@ -94,7 +93,13 @@ def write_folder(
 
         def encoded(batches: Iterable[tuple[int, range, Any]]) -> Iterator[tuple[Rows, Unreadable]]:
             for _, items, content in batches:
-                yield encode(content)
+                rows, unreadable = encode(content)
+                for name, part in rows.items():
+                    if not np.isfinite(part).all():
+                        raise ValueError(f"{metadata['source']}: {name} of images {items[0]} to {items[-1]} are not "
+                                         f"finite or overflow float16: correct the source, or prepare with "
+                                         f"precision=fp32, as some networks overflow in fp16.")
+                yield rows, unreadable
                 bar.update(len(items))
 
         for shard, batches in itertools.groupby(stream, key=lambda batch: batch[0]):

@@ -78,13 +78,8 @@ def refuse_pointer(file: Path) -> None:
                          f"git lfs install && git lfs pull in its repository, or hf download.")
 
 
-def open_plain(file: Path | str, links: bool = True) -> BinaryIO:
-    """Opens a plain file to read it.
-
-    Raises ValueError for a device or a pipe, which may never end, and for a link unless `links` are followed.
-    """
-    if not links and os.path.islink(file):
-        raise ValueError(f"{file} is a link: copy there what it points to")
+def open_plain(file: Path | str) -> BinaryIO:
+    """Opens a plain file to read it; raises ValueError for a device or a pipe, which may never end."""
     descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -92,9 +87,9 @@ def open_plain(file: Path | str, links: bool = True) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
-def read_plain(file: Path | str, most: int = MOST_BYTES, links: bool = True) -> bytes:
+def read_plain(file: Path | str, most: int = MOST_BYTES) -> bytes:
     """Reads a plain file; raises ValueError as `open_plain` does, and for more than `most` bytes."""
-    with open_plain(file, links) as opened:
+    with open_plain(file) as opened:
         size = os.fstat(opened.fileno()).st_size
         content = b"" if size > most else opened.read()
     if max(size, len(content)) > most:

@@ -17,8 +17,7 @@ import numpy as np
 from runtime.files import MOST_BYTES, open_plain, refuse_pointer
 from runtime.schema import first_line
 
-PLAIN_NUMBERS = "biuf"  # numpy's kinds of types that are neither complex, text, times, records nor objects
-TEXT = "U"
+PLAIN = "biufU"  # numpy's kinds of types that are neither complex, times, records nor objects
 ZIPPED = {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}  # zipfile unpacks the others without a limit
 
 
@@ -46,31 +45,31 @@ def printable(text: str) -> str:
 # ---- zips -----------------------------------------------------------------------------------------------------------
 
 
-def read_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, most: int = MOST_BYTES) -> bytes:
-    """Reads a file of a zip; raises ValueError for more than `most` bytes, and for a damaged or encrypted file."""
-    require_zipped(info)
-    if info.file_size > most:
-        raise ValueError(f"it has {info.file_size:,} bytes, more than {most:,}")
+def open_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> IO[bytes]:
+    """Opens a file of a zip; raises ValueError unless it is stored or deflated, as almost all are."""
+    if info.compress_type not in ZIPPED:
+        raise ValueError(f"{info.filename} is compressed in another way than deflate: zip it again")
+    return archive.open(info)
+
+
+def read_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
+    """Reads a file of a zip; raises ValueError where it is damaged, encrypted or larger than MOST_BYTES."""
+    if info.file_size > MOST_BYTES:
+        raise ValueError(f"it has {info.file_size:,} bytes, more than {MOST_BYTES:,}")
     try:
-        with archive.open(info) as file:
+        with open_member(archive, info) as file:
             return file.read(info.file_size)  # with a size it unpacks no more than that
     except Exception as error:  # zipfile has an error for each
         raise ValueError(first_line(error)) from error
 
 
-def require_zipped(info: zipfile.ZipInfo) -> None:
-    """Raises ValueError for a member of a zip that is neither stored nor deflated, as almost all are."""
-    if info.compress_type not in ZIPPED:
-        raise ValueError(f"{info.filename} is compressed in another way than deflate: zip it again")
-
-
 # ---- npy and npz ----------------------------------------------------------------------------------------------------
 
 
-def read_header(file: IO[bytes], stored: int, kinds: str = PLAIN_NUMBERS) -> tuple[tuple[int, ...], bool, np.dtype]:
+def read_header(file: IO[bytes], stored: int) -> tuple[tuple[int, ...], bool, np.dtype]:
     """Reads the header of an npy of `stored` bytes: its shape, whether it is in Fortran's order, and its type.
 
-    Raises ValueError for other types than numbers, and for more elements than are stored; numpy's errors are many.
+    Raises ValueError for types that are neither real numbers nor text, and for more elements than are stored.
     """
     major, _ = np.lib.format.read_magic(file)
     # Version 3 differs from 2 only in the encoding of field names, which plain numbers do not have.
@@ -78,21 +77,11 @@ def read_header(file: IO[bytes], stored: int, kinds: str = PLAIN_NUMBERS) -> tup
     shape, fortran, dtype = read(file)
     if dtype.hasobject:
         raise ValueError("it holds pickled Python objects, which can run code and are never loaded")
-    if dtype.kind not in kinds:
+    if dtype.kind not in PLAIN:
         raise ValueError(f"it holds an array of {dtype} {shape}, not of real numbers")
     if min(shape, default=0) < 0 or file.tell() + math.prod(shape) * dtype.itemsize > stored:
         raise ValueError(f"it ends early: an array of {dtype} {shape} is declared")
     return shape, fortran, dtype
-
-
-def read_npy(file: IO[bytes], stored: int, kinds: str = PLAIN_NUMBERS, most: int = MOST_BYTES) -> np.ndarray:
-    """Reads an npy of `stored` bytes; raises as `read_header` does, and ValueError for more than `most` bytes."""
-    shape, fortran, dtype = read_header(file, stored, kinds)
-    if (size := math.prod(shape) * dtype.itemsize) > most:
-        raise ValueError(f"it holds an array of {dtype} {shape}, {size:,} bytes, more than {most:,}")
-    if is_short := len(content := file.read(size)) - size:
-        raise ValueError(f"it ends {-is_short} bytes early")
-    return np.frombuffer(content, dtype).reshape(shape, order="F" if fortran else "C")
 
 
 class Arrays:
@@ -109,20 +98,19 @@ class Arrays:
         self.archive.close()
 
     def open(self, key: str) -> IO[bytes]:
-        require_zipped(self.infos[key])
-        return self.archive.open(self.infos[key])
+        return open_member(self.archive, self.infos[key])
 
-    def shape(self, key: str, kinds: str = PLAIN_NUMBERS) -> tuple[int, ...]:
+    def shape(self, key: str) -> tuple[int, ...]:
         with self.open(key) as file:
-            return read_header(file, self.infos[key].file_size, kinds)[0]
+            return read_header(file, self.infos[key].file_size)[0]
 
-    def read(self, key: str, kinds: str = PLAIN_NUMBERS) -> np.ndarray:
+    def read(self, key: str) -> np.ndarray:
         with self.open(key) as file:
-            return read_npy(file, self.infos[key].file_size, kinds)
+            return np.lib.format.read_array(file)  # refuses pickles
 
     def texts(self, keys: Collection[str]) -> dict[str, str]:
         """Returns those of the keys that are here, as texts, which other npz may hold in other forms."""
-        return {key: str(self.read(key, PLAIN_NUMBERS + TEXT)) for key in keys if key in self.infos}
+        return {key: str(self.read(key)) for key in keys if key in self.infos}
 
 
 # ---- ranges of files ------------------------------------------------------------------------------------------------
@@ -137,40 +125,20 @@ class Rows:
 
     def __init__(self, file: Path):
         self.name, self.file = file, open_plain(file)
-        stored = os.fstat(self.file.fileno()).st_size
-        self.shape, fortran, self.dtype = read_header(self.file, stored)
+        self.shape, fortran, self.dtype = read_header(self.file, os.fstat(self.file.fileno()).st_size)
         if fortran and len(self.shape) > 1:
             raise ValueError(f"it holds an array of {self.dtype} {self.shape} in Fortran's order")
         self.start, self.row_bytes = self.file.tell(), math.prod(self.shape[1:]) * self.dtype.itemsize
 
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def read_into(self, rows: np.ndarray, first: int) -> None:
-        """Fills `rows` (n, …), a contiguous array of this type, with the rows from `first` on."""
-        size, done = rows.nbytes, 0
-        if size == 0:
-            return
-        view = rows.reshape(-1).view(np.uint8).data
-        while done < size:
-            got = os.preadv(self.file.fileno(), [view[done:]], self.start + first * self.row_bytes + done)
-            if got == 0:
-                raise ValueError(f"{self.name} became shorter while it was read: restore it, and run the same command "
-                                 f"again.")
-            done += got
-
-    def all(self) -> np.ndarray:
-        rows = np.empty(self.shape, self.dtype)
-        self.read_into(rows, 0)
-        return rows
+    def read(self, first: int, count: int = 1) -> np.ndarray:
+        """Reads rows (count, …) from `first` on."""
+        content = read_range(self.name, self.file, self.start + first * self.row_bytes, count * self.row_bytes)
+        return np.frombuffer(content, self.dtype).reshape(count, *self.shape[1:])
 
 
-def read_range(file: Path, offset: int, size: int, most: int = MOST_BYTES) -> bytes:
-    """Reads `size` bytes of a file from `offset` on; raises ValueError if there are fewer, or for more than `most`."""
-    if size > most:
-        raise ValueError(f"it has {size:,} bytes, more than {most:,}")
-    with open_plain(file) as opened:
-        content = os.pread(opened.fileno(), size, offset) if size else b""
+def read_range(name: Path, file: IO[bytes], offset: int, size: int) -> bytes:
+    """Reads `size` bytes of a file from `offset` on; raises ValueError, with its name, if there are fewer."""
+    content = os.pread(file.fileno(), size, offset)
     if len(content) < size:
-        raise ValueError(f"{file} became shorter while it was read")
+        raise ValueError(f"{name} became shorter while it was read: restore it, and run the same command again.")
     return content

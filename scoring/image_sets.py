@@ -171,7 +171,7 @@ def open_files(
 
     def look(index: int) -> tuple[int, bytes, tuple[int, int], bool]:
         with reading(f"{key}={path}: {source.names[index]}", "an image", "replace it"):
-            data = source.read(index)
+            data = source.read(source.names[index])
             with open_image(data) as image:  # the header only, unless it has an alpha channel
                 return index, hashlib.sha256(data).digest(), image.size, not alpha and is_transparent(image)
 

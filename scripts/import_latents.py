@@ -17,7 +17,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from latents.folder import MAX_CLASSES, Kind, check_labels, check_values
 from latents.forms import FORMS, Stored, open_stored
-from latents.listing import find_files, spread
+from latents.listing import spread
 from latents.writer import Rows, Unreadable, is_finished, write_folder
 from runtime.command import command
 from runtime.device import join_ranks
@@ -55,9 +55,11 @@ def check_settings(cfg: ImportSettings, cli_overrides: Mapping[str, str]) -> Imp
 def probe(stored: Stored, source: str) -> None:
     """Raises ValueError if some latents, spread over the source, are not finite or not of the kind and scale set."""
     most = max(1, 2**26 // math.prod(stored.shape))  # numbers in memory
-    rows = [finite(stored.convert(read(index, index + 1)), source, index)
+    rows = [stored.convert(read(index, index + 1))
             for index in spread(len(stored.labels), min(NUM_PROBED, most)).tolist() for read in stored.sides.values()]
     values, scale = torch.cat(rows).double().numpy(), stored.convention.scale
+    if not np.isfinite(values).all():
+        raise ValueError(f"source={source} has latents that are not finite or overflow float16: correct the source.")
     if stored.log_variance and values[:, values.shape[1] // 2 :].min() >= 0.99 * scale:  # up to float16 rounding
         raise ValueError(f"source={source}: the second half of the channels is never below 0, so it looks like "
                          f"standard deviations, but log-variances are expected here: write 2 * log(std) instead.")
@@ -66,22 +68,10 @@ def probe(stored: Stored, source: str) -> None:
                  "set another format=, kind= or scale=, or write them anew")
 
 
-def finite(rows: torch.Tensor, source: str, first: int) -> torch.Tensor:
-    """Returns float16 rows unchanged. Raises ValueError with a row's number if one is NaN or overflowed float16."""
-    good = rows.isfinite().flatten(1).all(1)
-    if not good.all():
-        bad = first + int(good.int().argmin())
-        raise ValueError(f"source={source} has a latent {bad} that is not finite or overflows float16: correct the "
-                         f"source.")
-    return rows
-
-
 @command("import_latents", ImportSettings, check=check_settings)
 def main(cfg: ImportSettings) -> None:
     """Writes `source` to `out` as a latent folder. Raises ValueError for a bad source."""
     state, out = join_ranks(cpu=True, tf32=True, timeout=timedelta(days=7)), Path(cfg.out)
-    if not Path(cfg.source).exists() and not find_files(cfg.source):
-        raise ValueError(f"source={cfg.source} does not exist (looked from {Path.cwd()}).")
     assert cfg.format   # of `check_settings`
     stored = open_stored(cfg.format, cfg.source, cfg.kind, cfg.scale, cfg.latent_norm, cfg.autoencoder)
     check_labels(stored.labels, cfg.num_classes or MAX_CLASSES, f"source={cfg.source}",
@@ -105,7 +95,7 @@ def main(cfg: ImportSettings) -> None:
 
     def encode(content: tuple[range, dict[str, np.ndarray | torch.Tensor]]) -> tuple[Rows, Unreadable]:
         rows, values = content
-        parts = {part: finite(stored.convert(value), cfg.source, rows.start).numpy() for part, value in values.items()}
+        parts = {part: stored.convert(value).numpy() for part, value in values.items()}
         return parts | {"labels": labels[rows.start : rows.stop]}, []
 
     channels, side = stored.shape[0] // (2 if stored.kind == "moments" else 1), stored.shape[1]

@@ -19,7 +19,6 @@ from pydantic import Field
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from autoencoder import Autoencoder
 from latents.decoding import SHAPES, UnreadableImage
-from latents.folder import Kind
 from latents.images import ImageSource, open_shapes, open_source
 from latents.labels import WAYS, Columns
 from latents.listing import a_few, stamp_of
@@ -46,7 +45,6 @@ class PrepareSettings(Settings):
     out: Location
     resolution: Size | None
     autoencoder: Location | None
-    kind: Kind | None
     mirror: bool
     teacher: Location | None
     patch_size: Size
@@ -78,36 +76,16 @@ def decode_batch(source: ImageSource, indices: range, resolution: int) -> tuple[
     return images, readable, unreadable
 
 
-def encode_rows(
-    autoencoder: Autoencoder, images: torch.Tensor, indices: list[int], kind: Kind, mirror: bool,
-) -> np.ndarray:
-    """Encodes uint8 images (b,H,W,3) to rows for storage, float16 (b,C,h,w), or (b,2C,h,w) for moments."""
-    mean, std = autoencoder.encode(images.flip(2) if mirror else images)
-    if kind == "moments":
-        rows = torch.cat([mean, std], dim=1)
-    elif autoencoder.samples_only:
-        rows = mean
-    else:
-        # Each image and each mirrored copy has its own generator, so samples do not depend on batch, rank or resuming.
-        generators = [np.random.default_rng([0, index, int(mirror)]) for index in indices]
-        eps = np.stack([generator.standard_normal(mean.shape[1:], dtype=np.float32) for generator in generators])
-        rows = mean + std * torch.from_numpy(eps).to(mean.device)
-    return as_stored(rows, "autoencoder's latents")
+def encode_rows(autoencoder: Autoencoder, images: torch.Tensor) -> torch.Tensor:
+    """Encodes uint8 images (b,H,W,3) to (b,C,h,w), or to the moments (b,2C,h,w) of a VAE."""
+    mean, std = autoencoder.encode(images)
+    return mean if autoencoder.samples_only else torch.cat([mean, std], dim=1)
 
 
-def teach_rows(teacher: Teacher, images: torch.Tensor, precision: DType, mirror: bool) -> np.ndarray:
-    """Computes a teacher's tokens for uint8 images (b,H,W,3), float16 (b,N,Z)."""
-    images = (images.flip(2) if mirror else images).permute(0, 3, 1, 2)
+def teach_rows(teacher: Teacher, images: torch.Tensor, precision: DType) -> torch.Tensor:
+    """Computes a teacher's tokens (b,N,Z) for uint8 images (b,H,W,3)."""
     with torch.autocast(teacher.device.type, DTYPES[precision], enabled=precision != "fp32"):
-        return as_stored(teacher(images), "teacher's tokens")
-
-
-def as_stored(rows: torch.Tensor, what: str) -> np.ndarray:
-    rows = rows.half()
-    if not rows.isfinite().all():
-        raise ValueError(f"The {what} are not finite or overflow float16 for some images: use precision=fp32, because "
-                         f"some networks overflow in fp16.")
-    return rows.cpu().numpy()
+        return teacher(images.permute(0, 3, 1, 2))
 
 
 # ---- main -----------------------------------------------------------------------------------------------------------
@@ -120,23 +98,21 @@ def stamps(*places: Path) -> list[list[int]]:
 
 
 def check_settings(cfg: PrepareSettings, cli_overrides: Mapping[str, str]) -> PrepareSettings:
-    """Completes `resolution`, `autoencoder` and `kind`; raises ValueError for settings that would change nothing."""
+    """Completes `resolution` and `autoencoder`; raises ValueError for settings that would change nothing."""
     is_shapes = cfg.source == "shapes"
-    autoencoder = cfg.autoencoder or ("identity" if is_shapes else "sd_vae_ema")
     if is_shapes:
         refuse(cli_overrides, "labels", "image_column", "name_column", "label_column",
                why="source=shapes has classes of its own")
     else:
         refuse(cli_overrides, "shapes", why="only source=shapes reads it")
-        if not (cfg.labels or "").endswith(".csv"):
-            refuse(cli_overrides, "name_column", why="only labels=<file>.csv reads it")
-        if cfg.labels in WAYS:
-            refuse(cli_overrides, "label_column", why=f"labels={cfg.labels} reads no column")
+    if not (cfg.labels or "").endswith(".csv"):
+        refuse(cli_overrides, "name_column", why="only labels=<file>.csv reads it")
+    if cfg.labels in WAYS:
+        refuse(cli_overrides, "label_column", why=f"labels={cfg.labels} reads no column")
     if cfg.teacher is None:
         refuse(cli_overrides, "patch_size", why="only teacher=<name> reads it, as the patch size of your network")
-    return cfg.model_copy(update={
-        "resolution": cfg.resolution or (16 if is_shapes else 256), "autoencoder": autoencoder,
-        "kind": cfg.kind or ("sample" if autoencoders.samples_only(autoencoder) else "moments")})
+    return cfg.model_copy(update={"resolution": cfg.resolution or (16 if is_shapes else 256),
+                                  "autoencoder": cfg.autoencoder or ("identity" if is_shapes else "sd_vae_ema")})
 
 
 @command("prepare_latents", PrepareSettings, check=check_settings)
@@ -145,14 +121,13 @@ def main(cfg: PrepareSettings) -> None:
     warnings.filterwarnings("ignore", module="PIL")  # they do not name the file; unreadable files are listed anyway
     # Ranks may finish one shard apart. For a VAE on a CPU, that takes longer than a barrier's usual timeout.
     state = join_ranks(False, cfg.tf32, {"precision": cfg.precision}, timeout=timedelta(days=7))
-    out, resolution, autoencoder, kind = Path(cfg.out), cfg.resolution, cfg.autoencoder, cfg.kind
-    assert resolution and autoencoder and kind      # of `check_settings`
+    out, resolution, autoencoder = Path(cfg.out), cfg.resolution, cfg.autoencoder
+    assert resolution and autoencoder   # of `check_settings`
+    kind = "sample" if autoencoders.samples_only(autoencoder) else "moments"
     source = (open_shapes(cfg.shapes.count, cfg.shapes.seed, resolution) if cfg.source == "shapes" else
               open_source(cfg.source, cfg.labels, Columns(cfg.image_column, cfg.name_column, cfg.label_column)))
-    names, present = source.class_names, len(np.unique(source.labels))
-    without = f", {len(names) - present} of them without images" if present < len(names) else ""
-    state.print(f"{cfg.source}: {len(source):,} images, classes: {len(names)} ({a_few(names)}){without}, "
-                f"other files: {len(source.others)} ({a_few(source.others) or 'none'})")
+    state.print(f"{cfg.source}: {len(source):,} images, classes: {len(source.class_names)} "
+                f"({a_few(source.class_names)}), other files: {len(source.others)} ({a_few(source.others) or 'none'})")
 
     settings = dict(resolution=resolution, autoencoder=autoencoder, kind=kind, mirror=cfg.mirror,
                     precision=cfg.precision, shard_size=cfg.shard_size, tf32=cfg.tf32, fingerprint=source.fingerprint(),
@@ -178,19 +153,21 @@ def main(cfg: PrepareSettings) -> None:
         with state.main_process_first():
             teacher = Teacher(teach, side // cfg.patch_size, state.device)
         shape = [(side // cfg.patch_size) ** 2, teacher.width]
-        arrays["teacher"] = {"shape": shape, "dtype": "float16", "mirror": "files", "source": cfg.teacher}
+        arrays["teacher"] = {"shape": shape, "dtype": "float16", "source": cfg.teacher}
 
     def encode(decoded: tuple[np.ndarray, list[int], Unreadable]) -> tuple[Rows, Unreadable]:
         images, indices, unreadable = decoded
         if not indices:
             return {}, unreadable
-        batch, rows = torch.from_numpy(images), {"labels": source.labels[indices].astype("<i8")}
-        for mirror in (False, True)[: 1 + cfg.mirror]:
-            rows["mirrored" if mirror else "latents"] = encode_rows(vae, batch, indices, kind, mirror)
+        sides, rows = {"latents": torch.from_numpy(images)}, {}
+        if cfg.mirror:
+            sides["mirrored"] = sides["latents"].flip(2)
+        for name, side in sides.items():
+            rows[name] = encode_rows(vae, side)
             if teacher is not None:
-                name = "teacher_mirrored" if mirror else "teacher"
-                rows[name] = teach_rows(teacher, batch, cfg.precision, mirror)
-        return rows, unreadable
+                rows["teacher" if name == "latents" else "teacher_mirrored"] = teach_rows(teacher, side, cfg.precision)
+        stored = {name: part.half().cpu().numpy() for name, part in rows.items()}
+        return {"labels": source.labels[indices].astype("<i8")} | stored, unreadable
 
     metadata = {
         "shape": [vae.channels, side, side], "kind": kind, "mirrored": cfg.mirror,
@@ -200,8 +177,7 @@ def main(cfg: PrepareSettings) -> None:
     } | ({"labels": cfg.labels} if cfg.labels else {}) | ({"arrays": arrays} if arrays else {})
     write_folder(out, settings, metadata, len(source), shard_size=cfg.shard_size, batch_size=cfg.batch_size,
                  threads=cfg.num_workers, state=state, encode=encode,
-                 read=lambda indices: decode_batch(source, indices, resolution),
-                 when_full=" kind=sample and mirror=false each take half the space.")
+                 read=lambda indices: decode_batch(source, indices, resolution))
 
 
 if __name__ == "__main__":

@@ -142,7 +142,7 @@ def taught(shapes, tmp_path_factory) -> Path:
     latents = np.load(folder / "latents-00000.npy")
     patches = latents.reshape(-1, 3, 4, 4, 4, 4).transpose(0, 2, 4, 1, 3, 5).reshape(len(latents), 16, 3, 16)
     np.save(folder / "teacher-00000.npy", np.concatenate([patches.mean(3), patches.std(3)], axis=2).astype(np.float16))
-    change_record(folder, arrays={"teacher": {"shape": [16, 6], "dtype": "float16", "mirror": "files"}})
+    change_record(folder, arrays={"teacher": {"shape": [16, 6], "dtype": "float16"}})
     return folder
 
 

@@ -107,8 +107,7 @@ TYPED = {
         ("checkpoint=run", "num_samples=3", "need more than 3 images of both sets, and there are 3"),
     ],
     "prepare_latents": [
-        ("source=null", "source=null"),
-        ("source=empty", "empty"), ("kind=mean", "kind=mean"), ("autoencoder=vqgan", "vqgan"),
+        ("source=null", "source=null"), ("source=empty", "empty"), ("autoencoder=vqgan", "vqgan"),
         ("out=images.npz", "images.npz"), ("out=pets", "pets"), ("out=latents", "latents"),
         ("labels=folder", "nor one of folders, cls, none"), ("source=pets.zip/cat", "cat"),
         ("labels=folders", "label_column=kind", "label_column=kind would change nothing: labels=folders"),

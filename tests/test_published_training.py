@@ -139,7 +139,7 @@ def train(home: Path, case: dict, trainer: Trainer, command: Callable = run_comm
     side = network["input_size"]
     x, y = data_set(shape=(4, side, side))
     stored = torch.cat([x, spread_of(x)], dim=1) if case.get("kind") == "moments" else x
-    teacher = {"teacher": {"shape": [16, 24], "dtype": "float32", "mirror": "same"}} if "projector" in case else {}
+    teacher = {"teacher": {"shape": [16, 24], "dtype": "float32"}} if "projector" in case else {}
     write_folder(home / "data", stored.half().numpy(), y.numpy(), kind=case.get("kind", "sample"), num_classes=10,
                  autoencoder="none", scale=1.0, shard=len(x), arrays=teacher)
     if teacher:

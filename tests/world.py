@@ -37,7 +37,7 @@ def make(place: Path) -> Path:
     run(place, "sample", ["seeds=0-3", "num_steps=2", "out=images.npz"])
     shutil.copytree(place / "latents", place / "taught")  # by a teacher of 4 tokens an image
     np.save(place / "taught/teacher-00000.npy", np.ones((12, 4, 6), np.float16))
-    change_record(place / "taught", arrays={"teacher": {"shape": [4, 6], "dtype": "float16", "mirror": "files"}})
+    change_record(place / "taught", arrays={"teacher": {"shape": [4, 6], "dtype": "float16"}})
     mark_known(place / "taught/metadata.json", (place / "taught").glob("la*.npy"))
     for name, diffusion, changes in (("flow", "rf", {}), ("dense", "rf", {"routes": []}), ("ddpm", "ddpm", {})):
         shutil.copytree(place / "run", place / name)

@@ -154,7 +154,7 @@ def open_data(cfg: TrainSettings, accelerator: Accelerator) -> Latents:
     with accelerator.local_main_process_first(), warnings.catch_warnings():  # copied files are compared once
         if not accelerator.is_main_process:
             warnings.simplefilter("ignore")     # the main rank prints them
-        latents = open_latents(cfg.data.path, cfg.data.verify and accelerator.is_local_main_process)
+        latents = open_latents(cfg.data.path)
     num_classes = cfg.data.num_classes or latents.num_classes
     latents.require(shape=latent_shape(cfg, latents), num_classes=num_classes)
     return latents
@@ -255,7 +255,7 @@ def make_run(cfg: TrainSettings, accelerator: Accelerator) -> Run:
         averages[name] = net.eval()
     if cfg.precision == "fp8":
         speed.multiply_in_float8(model)
-    shapes = {name: array.shards[0].shape[1:] for name, array in latents.arrays.items()}
+    shapes = {name: tuple(array.shape) for name, array in latents.meta.arrays.items()}
     objective = build_objective(model, build_diffusion(record["diffusion"]), record["objective"], shapes, schedule)
     objective.to(accelerator.device)
     if cfg.sharding == "fsdp":

@@ -101,7 +101,6 @@ class DataSettings(Settings):
     channels: Size | None
     input_size: Size | None
     num_classes: Classes | None
-    verify: bool
     autoencoder: Location | None
     grid_classes: Selection | None
 
@@ -170,7 +169,7 @@ class EvaluateSettings(Settings):
 WITHOUT_EFFECT = {
     "name", "run_dir", "log", "checkpoint", "samples", "evaluate", "decode_precision", "decode_batch_size",
     "max_skipped_in_row", "activation_checkpointing", "init_from", "steps", "compile", "cpu", "data.name", "data.path",
-    "data.channels", "data.input_size", "data.num_classes", "data.autoencoder", "data.grid_classes", "data.verify",
+    "data.channels", "data.input_size", "data.num_classes", "data.autoencoder", "data.grid_classes",
 }
 ONLY_AT_START = {"model.name", "model.init", "new_label_table"}  # a resumed run does not read them
 # What a run takes from the weights of init_from= unless it is typed: `check_settings` leaves what is as fields_set.

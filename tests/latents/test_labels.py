@@ -5,9 +5,9 @@ Most rows stand for public data sets or reports, some of which are named.
 
 import io
 import json
-import struct
 import tarfile
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,6 @@ import pytest
 from PIL import Image
 from spoils import refused
 
-from latents.decoding import UnreadableImage
 from latents.images import ImageSource, open_source
 from latents.labels import Columns
 
@@ -79,15 +78,6 @@ def shard(*numbers: int) -> bytes:
                    label=[number % 3 for number in numbers])
 
 
-def tiff_of_12_bits() -> bytes:
-    """An uncompressed TIFF of 16 bits a value, in RGB, which Pillow cannot write."""
-    values = np.full((4, 4, 3), 4095, "<u2").tobytes()
-    entries = [(256, 3, 1, 4), (257, 3, 1, 4), (258, 3, 3, 134), (259, 3, 1, 1), (262, 3, 1, 2), (273, 4, 1, 140),
-               (277, 3, 1, 3), (278, 3, 1, 4), (279, 4, 1, len(values)), (284, 3, 1, 1)]
-    ifd = struct.pack("<H", len(entries)) + b"".join(struct.pack("<HHII", *entry) for entry in entries) + bytes(4)
-    return struct.pack("<2sHI", b"II", 42, 8) + ifd + struct.pack("<3H", 16, 16, 16) + values
-
-
 def inside(folder: str, files: dict[str, bytes | str]) -> dict[str, bytes | str]:
     return {f"{folder}/{name}": content for name, content in files.items()}
 
@@ -146,13 +136,10 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     "pytorch/vision#79 and #2831, bghira/SimpleTuner#94: hidden folders and a system's thumbnails": (
         numbered("cat/0.png", "dog/1.png") | {".ipynb_checkpoints/x.png": b"", "cat/@eaDir/0.png/S.jpg": b"",
                                               "cat/.ipynb_checkpoints/0.png": b"", "__MACOSX/cat/._0.png": b"",
-                                              ".DS_Store": b""}, "", {}, "cat dog"),
-    "lost+found": (numbered("cat/0.png", "dog/1.png") | {"lost+found/x": ""}, "", {}, "cat dog"),
+                                              ".DS_Store": b"", "lost+found/x": ""}, "", {}, "cat dog"),
     "folders that are named like no class": (numbered("None/0.png", "nan/1.png"), "", {}, "None nan"),
-    "train and val as classes, which the first line names": (numbered("train/0.png", "val/1.png"), "", {}, "train val"),
     "Intel's seg_train, seg_test, seg_pred": (INTEL, "", {}, [
         "set one: labels=folders (seg_pred, seg_test, seg_train); labels=none (one class); or labels=<file>.csv, as "]),
-    "Training alone": (MRI, "Training", {}, "glioma none"),
     "Tiny-ImageNet's train": (numbered("n1/images/0.JPEG", "n2/images/1.JPEG"), "", {"labels": "folders"}, "n1 n2"),
     "a class that was not downloaded, which torchvision refuses": (
         numbered("cat/0.png", "owl/1.png") | {"dog/x.txt": "", ".cache/x": ""}, "", {},
@@ -160,14 +147,9 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     "images beside class folders": (numbered("cat/0.png", "1.png", "dog/2.png"), "", {"labels": "folders"},
                                     ["no class for 1 of the 3 images, such as 1.png", "labels=none"]),
     "a flat folder": (FLAT, "", {}, ["set one: labels=none (one class); or labels=<file>.csv, as docs/data.md shows."]),
-    "a flat folder, as typed": (FLAT, "", {"labels": "none"}, "all all all all all all"),
-    "one folder": (numbered("jpg/0.png", "jpg/1.png"), "", {}, ["labels=folders (jpg); labels=none"]),
-    "source='photos/*'": (inside("photos", MRI), "photos/*", {}, ["names 2 paths", "photos/T", "source=", "/photos."]),
     "one image as .png and .jpg": (numbered("cat/0.png", "dog/1.png") | {"cat/0.jpg": png(0)}, "", {},
                                    ["cat/0.jpg and cat/0.png, which would count as two images"]),
     "a wrong word": (MRI, "", {"labels": "folder"}, ["folder is not a file, looked for from /", ", nor one of fo"]),
-    "an RGB TIFF of 16 bits that holds 12": (numbered("cat/0.png", "dog/1.png") | {"dog/2.tif": tiff_of_12_bits()}, "",
-                                             {}, ["more than 8 bits a value: scale them from the range that you know"]),
     # EDM's tools.
     "dataset.json is one way of two": (EDM | dataset(PAIRS), "", {}, [
         "labels=folders (00000, 00001); ", "/dataset.json; labels=none"]),
@@ -175,51 +157,30 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     "dataset.json in a zip": ({"edm.zip": EDM | dataset(PAIRS)}, "edm.zip", {"labels": "edm.zip/dataset.json"},
                               "0 1 2 0 1 2"),
     "NVlabs/stylegan3#90: dataset.json without labels": (EDM | dataset(None), "", BY_DATASET, [
-        "dataset.json has no labels: set labels=none"]),
-    "dataset.json of a part": (EDM | dataset(PAIRS[:5]), "", BY_DATASET, ["no class for 1 of the 6 images"]),
+        "dataset.json names no images, but nothing", "labels=none makes one class"]),
     "one-hot labels": (EDM | dataset([[name, [0.0, 1.0]] for name in EDM]), "", BY_DATASET,
                        ["label [0.0, 1.0], which is neither"]),
-    "null in JSON": (EDM | dataset([[PAIRS[0][0], None], *PAIRS[1:]]), "", BY_DATASET, ["no class for 1 of the 6"]),
     "NaN in JSON": (EDM | dataset([[PAIRS[0][0], float("nan")], *PAIRS[1:]]), "", BY_DATASET, ["no class for 1 of"]),
-    "a dict of labels": (EDM | {"dataset.json": json.dumps({"labels": dict(PAIRS)})}, "", BY_DATASET,
-                         ["it is not EDM's {", "write that, or a .csv"]),
-    "a list without labels": (EDM | {"dataset.json": "[]"}, "", BY_DATASET, ["as it is not EDM's {"]),
-    "numbers as names": (EDM | dataset([[3, 0]]), "", BY_DATASET, ["name 3 is no text"]),
-    "a key given twice": (EDM | {"dataset.json": '{"labels": [], "labels": null}'}, "", BY_DATASET,
-                          ["'labels' is given twice"]),
     "a name given twice": (EDM | dataset([*PAIRS, [PAIRS[0][0], 2]]), "", BY_DATASET, ["img00000000.png two classes"]),
-    "another JSON": (EDM | {"dataset.json": "{"}, "", BY_DATASET, ["dataset.json cannot be read, as Expecting"]),
-    "JulianPinzaru/stylegan2-ada-pytorch-multiclass-labels#2: backslashes": (
-        EDM | dataset([[name.replace("/", "\\"), number] for name, number in PAIRS]), "", BY_DATASET,
-        ["are paths with / and suffix"]),
     # CSV.
     "Hugging Face's metadata.csv": (FLAT | {"metadata.csv": table("file_name,label\n", "{0},{1}")}, "",
                                     {"labels": "metadata.csv"}, RIGHT),
     "metadata.csv beside class folders": (MRI | {"Training/metadata.csv": "a,b\n"}, "Training", {}, [
         "set one: labels=folders (glioma, none); labels=", "/metadata.csv; labels=none (one class); or"]),
-    **{f"metadata.{kind} beside class folders": (MRI | {f"Training/metadata.{kind}": b"{}"}, "Training", {}, [
-        f"labels=none (one class); or labels=<file>.csv, as docs/data.md shows, also from metadata.{kind}."])
-       for kind in ("jsonl", "parquet")},
+    "metadata.jsonl beside class folders": (MRI | {"Training/metadata.jsonl": "{}"}, "Training", {}, [
+        "labels=none (one class); or labels=<file>.csv, as docs/data.md shows, also from metadata.jsonl."]),
     "labels of another suffix": (FLAT | {"x.mat": b"MATLAB 5.0"}, "", {"labels": "x.mat"},
                                  ["its suffix is neither .csv nor .json: write a .csv, as docs/data.md shows"]),
     "Kaggle's train.csv": (inside("train", FLAT) | {"train.csv": table("id,label\n", "{0},{1}")}, "train",
                            {"labels": "train.csv", "name": "id"}, RIGHT),
     "a CSV of names from its own folder": (
         inside("train", FLAT) | {"train.csv": table("file_name,label\n", "train/{0},{1}")}, "train",
-        {"labels": "train.csv"}, ["such as train/0000.png, are paths with / and suffix from the source, which has 00"]),
-    "names without suffix": (FLAT | {"x.csv": table("file_name,label\n", "{i:04d},{1}")}, "", {"labels": "x.csv"},
-                             ["names no images: its names, such as 0000, are paths with / and suf", "has 0000.png"]),
+        {"labels": "train.csv"}, ["no images, but train/0000.png", "paths with / and suffix from the source"]),
     "names from find": (FLAT | {"x.csv": table(HEAD, "./{0},{1}")}, "", BY_CSV, RIGHT),
     "one name in two forms": (FLAT | {"x.csv": f"{HEAD}0.png,a\n./0.png,b\n"}, "", BY_CSV, ["gives ./0.png two cl"]),
-    "one name twice, of one class": (FLAT | {"x.csv": table(HEAD, "{0},{1}", ROWS + ROWS[:1])}, "", BY_CSV, RIGHT),
     "anno_train.csv without header": (FLAT | {"anno_train.csv": CARS}, "", {"labels": "anno_train.csv"},
                                       ["0000.png, 0, 2, 300, 400, 0, not file_name and label: set name_column="]),
-    "pandas' index, with columns": (FLAT | {"x.csv": table(",fname,kind\n", "{i},{0},{1}")}, "",
-                                    {"labels": "x.csv", "name": "fname", "label": "kind"}, RIGHT),
-    "Excel's semicolons": (FLAT | {"x.csv": table("\ufefffile_name;label\n", "{0};{1}")}, "", {"labels": "x.csv"},
-                           ["it has the columns file_name;label, not"]),
     "a short row": (FLAT | {"x.csv": table(HEAD, "{0}")}, "", BY_CSV, ["Expected 2 columns, got 1: 0000.png"]),
-    "no row": (FLAT | {"x.csv": HEAD}, "", BY_CSV, ["x.csv has no labels: set labels=none"]),
     "numbers as labels": (FLAT | {"x.csv": table(HEAD, "{0},{i}")}, "", BY_CSV, "0 1 2 3 4 5"),
     "pandas' floats": (FLAT | {"x.csv": table(HEAD, "{0},{i}.0")}, "", BY_CSV, ["the label 0.0: number classes 0, 1"]),
     "a space after the comma": (FLAT | {"x.csv": table(HEAD, "{0}, {i}")}, "", BY_CSV, ["' 0', which is neither"]),
@@ -230,7 +191,6 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
        for word in ("nan", "NaN", "None", "null", "NULL", "NA", "N/A", "n/a", "<NA>", "")},
     "a word for no class, of an image elsewhere": (
         FLAT | {"x.csv": table(HEAD, "{0},{1}", [*ROWS, ("9.png", "nan")])}, "", BY_CSV, RIGHT),
-    "images without a label": (FLAT | {"x.csv": table(HEAD, "{0},")}, "", BY_CSV, ["no class for 6 of the 6 images"]),
     # webdataset and img2dataset.
     ".cls files in a tar that ends with an .npz, as zips do": (
         {"0.tar": SAMPLES | {"5.npz": b"PK\5\6" + bytes(18)}}, "0.tar", {}, "0 1 2 0 1 2"),
@@ -252,7 +212,6 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     "webdataset/webdataset#237: dots in names": (
         {"0.tar": {"Track 2.0.png": png(0), "Track 2.0.cls": b"1", "Track 2.1.png": png(1), "Track 2.1.cls": b"0"}},
         "0.tar", {}, "1 0"),
-    "nan in a .cls": ({"0.tar": SAMPLES | {"5.cls": "nan"}}, "0.tar", {}, ["no class for 1 of the 6 images, such as"]),
     "a .cls of bytes": ({"0.tar": SAMPLES | {"5.cls": b"\xff\xfe"}}, "0.tar", {}, ["5.cls is not text in UTF-8"]),
     "a .cls of an int64": ({"0.tar": SAMPLES | {"5.cls": bytes([7, 0])}}, "0.tar", {}, ["neither a whole number nor"]),
     # Splits in names of containers.
@@ -260,9 +219,6 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
         {"x/in1k-train-0000.tar": SAMPLES, "x/in1k-train-0001.tar": SAMPLES, "x/in1k-validation-00.tar": SAMPLES}, "x",
         {}, ["holds 2 sets of tar files: choose one of \"source='", "/x/in*k-train-*.tar'\", \"source='",
              "/x/in*k-validation-*.tar'\"."]),
-    "train.tar and test.tar of class folders": (
-        {"train.tar": TWO, "test.tar": numbered("cat/2.png")}, "*.tar", {"labels": "none"},
-        ["holds 2 sets of tar files"]),
     "one of them": ({"x/train-0.tar": SAMPLES, "x/val-0.tar": {"7.png": png(7), "7.cls": "7"}}, "x/val-*.tar", {}, "7"),
     "numbers alone": ({"x/00001.tar": TWO, "x/00002.tar": {"cat/2.png": png(2)}}, "x", {}, "cat dog cat"),
     "libarchive/libarchive#457: tars joined by cat": (
@@ -271,17 +227,13 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     # Names of other systems.
     "a zip of old .NET": ({"dos.zip": numbered("cat\\0.png", "dog\\1.png")}, "dos.zip", {}, "cat dog"),
     "backslashes on a disk": (numbered("cat\\0.png", "dog\\1.png"), "", {}, [
-        "names with backslashes, such as ", ", which are folders on Windows: unpack their archive by unzip"]),
+        ".png', with a backslash", ": unpack the archives of Windows by unzip"]),
     # Parquet.
-    "parquet": ({"data/train-00000-of-00001.parquet": shard(3, 1, 2)}, "data", {}, "1 2 0"),
     "partial-train and partial-test": (
         {"x/partial-train/0000.parquet": shard(0), "x/partial-test/0000.parquet": shard(1)}, "x", {},
         ["holds 2 sets of parquet files: choose one of \"source='", "/partial-test/*.parquet'\", \"source='"]),
     "the hub's older names": (
         {f"x/train-0000{i}-of-00002-{i}b1c2d3e4f5a6b7c.parquet": shard(i) for i in range(2)}, "x", {}, "0 1"),
-    "one split of them": (
-        {"train-part0.parquet": shard(0), "train-part1.parquet": shard(1), "test-part0.parquet": shard(2)},
-        "train-*.parquet", {}, "0 1"),
     "missing shards": ({"data/train-00000-of-00294.parquet": shard(0)}, "data", {}, ["holds 1 of 294 parquet files"]),
     "other columns": ({"x.parquet": parquet(img=[png(0)], fine_label=[0])}, "x.parquet", {},
                       ["has the columns img, fine_label, not image and label: set image_column= and label_column="]),
@@ -289,14 +241,11 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
                                 {"image": "img", "label": "kind"}, "cat"),
     "huggingface/datasets#4987: an imagefolder's to_parquet": (
         {"x.parquet": parquet(image=PATHS, label=[0])}, "x.parquet", {},
-        ["the paths of its images alone", "save_to_disk('x'), then data"]),
-    "parquet of paths": ({"x.parquet": parquet(image=["0.png"], label=[0])}, "x.parquet", {}, ["has the type string"]),
+        ["has no bytes of image files, but perhaps their paths", "save_to_disk('x'), then data"]),
     **{f"parquet of {kind}": ({"x.parquet": parquet(image=pa.array([png(0)]).cast(kind), label=["cat"])}, "x.parquet",
                               {}, "cat") for kind in (pa.large_binary(), pa.dictionary(pa.int32(), pa.binary()))},
-    "several images a row": ({"x.parquet": parquet(image=[[{"bytes": png(0), "path": "0.png"}]], label=[0])},
-                             "x.parquet", {}, ["has the type list<"]),
     "a test split of the hub": ({"x.parquet": parquet(image=[png(0)], label=[-1])}, "x.parquet", {},
-                                ["no class (null or -1) for 1 of 1 rows", "labels=none"]),
+                                ["no class for 1 of the 1 images, such as x.parquet row 0 (-1)", "labels=none"]),
     "labels= of parquet": ({"x.parquet": shard(0)}, "x.parquet", {"labels": "folders"}, ["set label_column="]),
     "activeloopai/deeplake#1699: Tiny-ImageNet's label 10985 of 200": (
         {"x.parquet": OF_A_PART.getvalue()}, "x.parquet", {}, ["label 10985 (row 0), outside 0..1"]),
@@ -315,14 +264,8 @@ def test_the_classes_are_right_or_a_line_says_what_to_type(tmp_path, files, sour
     labels = settings.get("labels")
     labels = str(tmp_path / labels) if labels and ("." in labels or labels == "folder") else labels
     columns = Columns(**{key: value for key, value in settings.items() if key != "labels"})
-
-    def read() -> str:
-        try:
-            return classes(open_source(str(tmp_path / source), labels, columns))
-        except UnreadableImage as error:  # which preparing counts and lists
-            raise ValueError(error) from None
-
+    read = partial(open_source, str(tmp_path / source), labels, columns)
     if isinstance(expected, str):
-        assert read() == expected
+        assert classes(read()) == expected
     else:
         refused(read, *expected)
