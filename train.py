@@ -48,6 +48,8 @@ from training.settings import TrainSettings, check_settings
 from weights.averages import decays
 from weights.records import build_network
 
+FIRST_SEED = 100_000    # of the images that are scored during training
+
 # ---- one step -------------------------------------------------------------------------------------------------------
 
 
@@ -224,7 +226,7 @@ def report(run: Run, num_steps: int, since: float) -> None:
 def sample_grid(run: Run) -> None:
     cfg = run.cfg.samples
     assert run.decoder and run.grid
-    pictures = generate(run.accelerator, run.averages[cfg.weights], Sampler(run.diffusion, cfg.num_steps),
+    pictures = generate(run.accelerator, run.ema, Sampler(run.diffusion, cfg.num_steps),
                         run.decoder.decode, *run.grid, batch_size=cfg.batch_size, precision=run.sampling_precision)
     picture = write_grid(run.accelerator, gathered(run.accelerator, pictures), run.grid[1], run.grid_path,
                          run.latents.display_names)
@@ -242,11 +244,11 @@ def evaluate(run: Run) -> None:
     scored = ranks.from_main(accelerator, lambda: [
         (row["source"]["weights"], (row["source"]["guidance"] or {}).get("scale"))
         for row in files.read_rows(results) if training_step(row) == run.step])
-    seeds = list(range(cfg.seed, cfg.seed + cfg.num_samples))
+    seeds = list(range(FIRST_SEED, FIRST_SEED + cfg.num_samples))
     labels = labels_of(seeds, run.latents.classes)
     with torch.device("meta"):
         outline = build_network(run.record["network"])  # complete, as shards cannot be counted
-    for name, scale in itertools.product(cfg.weights, cfg.guidance_scales):
+    for name, scale in itertools.product(run.averages, cfg.guidance_scales):
         of = f"{name}_{cfg.num_steps}_steps" + ("" if scale is None else f"_guided_{scale:g}")
         if (name, scale) in scored:
             accelerator.print(f"step {run.step}  {of} has been scored before, in {results}; to score it with other "
@@ -323,9 +325,9 @@ def main(cfg: TrainSettings) -> None:
     libraries.compile_blocks(run.model, cfg.compile)
     wrapped = speed.replicate(accelerator, run.objective, sharded=cfg.sharding == "fsdp")
     run.optimizer = accelerator.prepare(run.optimizer)
-    for name in cfg.evaluate.weights if run.evaluator else ():
+    for net in run.averages.values() if run.evaluator else ():
         run.scores_compiled = compile_to_sample(
-            run.averages[name], None, None if cfg.compile else False, cfg.evaluate.num_samples, device)
+            net, None, None if cfg.compile else False, cfg.evaluate.num_samples, device)
     weights, averages = trained_weights(run.model), {name: trained_weights(net) for name, net in run.averages.items()}
     stop = ranks.StopRequest(accelerator)
     for net in run.averages.values():

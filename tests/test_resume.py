@@ -87,7 +87,6 @@ def test_a_full_disk_ends_the_run_with_a_one_line_error_and_leaves_the_last_good
 
 @pytest.mark.parametrize(("newest", "patches", "overrides", "code", "says"), [
     (24, {}, ["checkpoint.keep_last=1", "checkpoint.every=1"], 0, "Finished 24 steps"),
-    (24, {}, ["log.every=1", "max_skipped_in_row=7"], 0, "Finished 24 steps"),
     (24, {}, ["seed=1", "optimizer.lr=0.5", "batch_size=4"], 1, "has finished its 24 steps with other settings: seed "
      "was 0 and is now 1; batch_size was 8 and is now 4; optimizer.lr was 0.004 and is now 0.5. Train with these under "
      "another name=<name> or run_dir=<folder>, or continue that run with a larger steps=."),

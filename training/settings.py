@@ -30,10 +30,9 @@ from runtime.schema import (
     read,
     refuse,
 )
-from scoring import results
 from scoring.features import Features
+from scoring.results import AtLeastTwo
 from training.speed import Compile, Precision
-from weights.averages import WeightsName, names_of
 from weights.records import ScheduleSettings, settings_of
 
 if TYPE_CHECKING:   # a type that is made of Route's keywords is none to a type checker
@@ -149,7 +148,6 @@ class SamplesSettings(Settings):
     classes: Selection | None
     num_steps: Steps
     batch_size: Count
-    weights: WeightsName
 
 
 class EvaluateSettings(Settings):
@@ -157,11 +155,8 @@ class EvaluateSettings(Settings):
     reference: Location | None
     features: Features
     features_weights: Location | None
-    metrics: results.Metrics | None
-    num_samples: results.AtLeastTwo
-    seed: NonNegativeInt
+    num_samples: AtLeastTwo
     guidance_scales: NonEmptyList[Number | None]
-    weights: NonEmptyList[WeightsName]
     num_steps: Steps
     batch_size: Count
 
@@ -169,7 +164,7 @@ class EvaluateSettings(Settings):
 # Settings in which two runs may differ and still be the same: names, paths, what is shown or kept, length and device.
 WITHOUT_EFFECT = {
     "name", "run_dir", "log", "checkpoint", "samples", "evaluate", "decode_precision", "decode_batch_size",
-    "max_skipped_in_row", "activation_checkpointing", "init_from", "steps", "compile", "cpu", "data.name", "data.path",
+    "activation_checkpointing", "init_from", "steps", "compile", "cpu", "data.name", "data.path",
     "data.channels", "data.input_size", "data.num_classes", "data.autoencoder", "data.grid_classes", "data.verify",
 }
 ONLY_AT_START = {"model.name", "model.init", "new_label_table"}  # a resumed run does not read them
@@ -188,7 +183,6 @@ class TrainSettings(Settings):
     batch_size: Count | None
     grad_accum_steps: Count
     label_dropout: Fraction
-    max_skipped_in_row: Count
     precision: Precision
     decode_precision: DType
     decode_batch_size: Count | None
@@ -223,7 +217,6 @@ def check_settings(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> Trai
     check_chosen(cfg, cli_overrides)
     check_effect(cfg, cli_overrides)
     check_objective(cfg.objective)
-    check_averages(cfg)
     check_scales(cfg)
     sized = {"size", "model.backbone_type"} & cli_overrides.keys()
     return cfg.model_copy(update={name: group.model_construct(
@@ -253,11 +246,8 @@ def check_pairs(cfg: TrainSettings) -> None:
 
 
 def check_chosen(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> None:
-    """Raises ValueError where an experiment's keys would change a network that is typed with it, or its run's name."""
+    """Raises ValueError where an experiment's name would be that of another network, which is typed with it."""
     model = cli_overrides.get("model")
-    if model == "dit" and cfg.model.routes and not any("routes" in key for key in cli_overrides):
-        raise ValueError("model=dit would train on a route, as the experiment sets model.routes: write model.routes=[] "
-                         "as well.")
     is_named = (f"-{cfg.model.name}" in f"-{cfg.name}" or cfg.name.endswith(cfg.model.name)  # and not b2_tread_v1
                 or {"name", "run_dir"} & cli_overrides.keys())
     if model and "experiment" in cli_overrides and not is_named:
@@ -284,15 +274,6 @@ def check_objective(objective: dict[str, Any]) -> None:
     """Raises ValueError for an objective without a file, and for a keyword that it lacks or of another type."""
     kind = class_of(objective.get("name"))
     read(settings_of(kind, name=(str | None, None)), objective, f"objective={objective.get('name')}: ")
-
-
-def check_averages(cfg: TrainSettings) -> None:
-    """Raises ValueError for names of averages that the run does not track."""
-    tracked = names_of(cfg.ema.decay)
-    for key, names in (("samples.weights", [cfg.samples.weights]), ("evaluate.weights", cfg.evaluate.weights)):
-        if untracked := [name for name in names if name not in tracked]:
-            raise ValueError(f"{key} names {untracked[0]}, but this run tracks {', '.join(tracked)}: choose one of "
-                             f"them, or set ema.decay.")
 
 
 def check_scales(cfg: TrainSettings) -> None:
