@@ -128,18 +128,16 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-def as_line(row: dict[str, Any], steps: int, lowest: float = math.inf) -> str:
-    """Formats a row of metrics.jsonl for the screen; points out a loss above twice the `lowest`, a sign of collapse."""
+def as_line(row: dict[str, Any], steps: int) -> str:
+    """Formats a row of metrics.jsonl for the screen."""
     loss, norm = (f"{row[name]:.4f}" if row[name] is not None else "not finite" for name in ("loss", "grad_norm"))
     terms = "".join(f"  {name.removeprefix('loss_')} {value:.4f}" for name, value in row.items()
                     if name.startswith("loss_") and value is not None)
-    high = row["loss"] / lowest if lowest > 0 and (row["loss"] or 0) > 2 * max(lowest, 0.1) else 0  # terms lead near 0
     return (
         f"step {row['step']}/{steps}  loss {loss}{terms}  lr {row['lr']:.2e}  grad {norm}  "
         f"{row['img_per_sec']:,.{int(row['img_per_sec'] < 10)}f} img/s  {row['sec_per_step']:.3f} s/step  "
         f"{row['peak_memory_gib']:.2f} GiB  {row['images']:,} images  {row['elapsed_s']:,.0f} s"
         + (f"  {row['skipped']} steps skipped" if row["skipped"] else "")
-        + f"  {high:.1f} times the lowest loss" * (high > 2)
     )
 
 
@@ -217,7 +215,7 @@ def report(run: Run, num_steps: int, since: float) -> None:
         run.reported_loss = row["loss"]
         run.lowest_loss = run.lowest_loss if diverging else min(run.lowest_loss, row["loss"])
     if run.accelerator.is_main_process:
-        tqdm.write(as_line(row, run.cfg.steps, run.lowest_loss))
+        tqdm.write(as_line(row, run.cfg.steps))
         files.append_row(run.folder / "metrics.jsonl", row)
     run.accelerator.log({name: value for name, value in row.items() if value is not None}, step=run.step)
     require_gradients(run, int(total["skipped_in_row"]))

@@ -6,6 +6,7 @@ import shutil
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,18 +16,16 @@ from conftest import run_command
 from PIL import Image
 from safetensors.torch import load_file
 from spoils import with_new_hashes
-from test_configs import load
-from tqdm import tqdm
 from training_runs import assert_same_end, refusal, rows, trained
 
 import fid
 import sample
+import train
 from edm import EDM
 from runtime import files
-from scripts import prepare_latents
-from train import as_line, main, report, start_trackers, timed_out_of_speed, train_step
+from train import main, start_trackers, train_step
 from training import run_folder, speed
-from training.run import Run, Sums, choose_sizes
+from training.run import choose_sizes
 from training.settings import TrainSettings
 from weights import checkpoint as checkpoints
 
@@ -186,17 +185,13 @@ def shown(shapes, pixel_reference, tmp_path_factory) -> tuple[Path, list[dict]]:
 
 
 @pytest.mark.parametrize("weights", ["ema", "model"])
-def test_grids_and_scores_in_training_are_of_the_average(shown, pixel_reference, tmp_path, fresh_accelerator, weights):
+def test_scores_in_training_are_of_the_average(shown, pixel_reference, tmp_path, fresh_accelerator, weights):
     run, _ = shown
     run_command(fid.main, "fid.py", checkpoint=run, weights=weights, reference=pixel_reference, features="pixels",
                 num_samples=6, num_steps=2, seed=100_000, cpu=True, results=tmp_path / "results.jsonl")
     scored, again = ([row["metrics"] for row in files.read_rows(folder / "results.jsonl")]
                      for folder in (run, tmp_path))
     assert (again[0] == pytest.approx(scored[2], rel=1e-6)) == (weights == "ema")
-    run_command(sample.main, "sample.py", checkpoint=run, weights=weights, seeds="0-5", num_steps=2, cpu=True,
-                out=tmp_path / "grid.png")
-    grids = [np.asarray(Image.open(file)) for file in (run / "samples/step-00000004.png", tmp_path / "grid.png")]
-    assert np.array_equal(*grids) == (weights == "ema")
 
 
 def test_classes_without_images_are_neither_scored_nor_shown(shapes, reference, pixel_reference, tmp_path):
@@ -229,27 +224,22 @@ def test_trackers_receive_the_settings_the_rows_the_grids_and_the_scores(shown):
     assert others == [*scores[:2], *files.read_rows(run / "metrics.jsonl"), *scores[2:]]
 
 
-def test_wandb_gets_the_runs_name_and_an_id_that_it_accepts_and_advice_if_it_cannot_start():
-    started = []
-
-    def start(name: str, error: Exception | None = None, log_with=("wandb",)) -> None:
-        def init_trackers(*arguments):
-            if error:
-                raise error
-            started.append(arguments[2]["wandb"])
-
+def test_wandb_gets_the_runs_name_and_an_id_that_it_accepts_and_advice_if_it_cannot_start(tmp_path):
+    def start(init_trackers, log_with=("wandb",)) -> None:
+        cfg = SimpleNamespace(log=SimpleNamespace(trackers=["wandb"]), name="größe", model_dump=dict)
         start_trackers(SimpleNamespace(
-            cfg=SimpleNamespace(log=SimpleNamespace(trackers=["wandb"]), name=name, model_dump=dict), folder=Path(name),
-            step=0, run_id=f"{name}-18ab", accelerator=SimpleNamespace(init_trackers=init_trackers, log_with=log_with)))
+            cfg=cfg, folder=tmp_path, step=0, run_id=f"{200 * 'x'}lr:1e-4 #2 50% größe-18ab",
+            accelerator=SimpleNamespace(init_trackers=init_trackers, log_with=log_with)))
 
-    start("lr:1e-4 #2 50% größe"), start(200 * "x")
-    assert started[0]["name"] == "lr:1e-4 #2 50% größe" and started[0]["id"] == "lr-1e-4--2-50--gr--e-18ab"
-    assert len(started[1]["id"]) == 128
-    for error, log_with, reason in ((None, (), "wandb is not installed. Run pip install wandb; for wandb also `wandb"),
-                                    (RuntimeError("No API key."), ("wandb",), "could not start: No API key. Run")):
-        with pytest.raises(ValueError, match=re.escape(reason)):
-            start("x", error, log_with)
-    assert load("experiment=quickstart").log.trackers == ["tensorboard"]
+    started = Mock()
+    start(started)
+    options = started.call_args.args[2]["wandb"]
+    assert options["name"] == "größe" and options["id"].endswith("xlr-1e-4--2-50--gr--e-18ab")
+    assert len(options["id"]) == 128
+    with pytest.raises(ValueError, match=r"wandb is not installed\. Run pip install wandb; for wandb also `wandb"):
+        start(None, log_with=())
+    with pytest.raises(ValueError, match=r"could not start: No API key\. Run"):
+        start(Mock(side_effect=RuntimeError("No API key.")))
 
 
 def test_a_score_counts_only_for_the_network_and_the_settings_that_it_was_made_with(shapes, pixel_reference, tmp_path):
@@ -263,8 +253,8 @@ def test_a_score_counts_only_for_the_network_and_the_settings_that_it_was_made_w
                 for row in files.read_rows(run / "results.jsonl")]
 
     # A run without a checkpoint begins again, maybe with another network, and so do its scores.
-    first, again, deeper = (scored("steps=0", "evaluate.every=10", *depth) for depth in ((), (), ("model.depth=7",)))
-    assert len(first) == len(again) == len(deeper) == 1 and first[0][3] == again[0][3] != deeper[0][3]
+    first, deeper = (scored("steps=0", "evaluate.every=10", f"model.depth={depth}") for depth in (6, 7))
+    assert len(first) == len(deeper) == 1 and first[0][3] != deeper[0][3]
     saved = scored("steps=1", "evaluate.every=1")
     assert [row[:2] for row in saved] == [(0, 6), (1, 6)] and scored("steps=1", "evaluate.every=1") == saved
     assert scored("steps=1", "evaluate.every=1", "evaluate.num_samples=4") == saved  # a line sends to fid.py
@@ -296,39 +286,6 @@ def test_each_block_is_compiled_and_its_cuda_graphs_begin_anew_at_each_step_not_
     assert "compiling (" not in finished
 
 
-def test_a_loss_above_twice_the_lowest_is_pointed_out_unless_a_term_has_brought_that_near_zero():
-    row = dict.fromkeys(("step", "lr", "grad_norm", "img_per_sec", "sec_per_step", "peak_memory_gib", "images",
-                         "elapsed_s", "skipped"), 1)
-    for loss, lowest, times in ((0.5, 0.2, "2.5"), (0.5, 0.04, "12.5"), (0.05, 0.01, None), (0.3, -0.1, None)):
-        line = as_line(row | {"loss": loss}, 9, lowest)
-        assert (f"  {times} times the lowest loss" in line) == ("lowest" in line) == (times is not None)
-
-
-def bare_run(folder):
-    """A run that only reports."""
-    accelerator = Accelerator(cpu=True)
-    unused = dict.fromkeys(("latents", "decoder", "grid", "evaluator", "record", "model", "averages"))
-    return Run(SimpleNamespace(batch_size=4, steps=9), accelerator, folder, **unused,
-               objective=SimpleNamespace(terms=()), optimizer=torch.optim.SGD([torch.zeros(1)]),
-               sums=Sums(accelerator.device))
-
-
-def test_the_time_of_a_step_has_no_pauses_and_all_that_a_gpu_is_waited_for(tmp_path, monkeypatch, fresh_accelerator):
-    run = bare_run(tmp_path)
-    run.sums.add(torch.tensor(0.2), torch.tensor(1.0), torch.tensor(False), torch.zeros(0))
-    sums = run.sums.over_ranks  # which waits for the steps that a GPU is still at: they are training's, too
-    clock = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(run.sums, "over_ranks", lambda accelerator: clock.insert(0, clock[0] + 4) or sums(accelerator))
-    report(run, 2, time.perf_counter())
-    assert files.read_rows(tmp_path / "metrics.jsonl")[-1]["sec_per_step"] == 2
-    since = time.perf_counter()
-    with timed_out_of_speed(run, tqdm(disable=True), "saving"):  # which is not training's
-        clock.insert(0, clock[0] + 60)
-    report(run, 1, since)
-    assert files.read_rows(tmp_path / "metrics.jsonl")[-1]["sec_per_step"] == 4 and run.seconds_paused == 0
-
-
 def test_a_disk_without_room_for_a_checkpoint_is_found_before_training(shapes, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     said = refusal(tmp_path / "run", shapes, "steps=4")
@@ -336,30 +293,33 @@ def test_a_disk_without_room_for_a_checkpoint_is_found_before_training(shapes, t
                      r"run_dir=", said), said
 
 
-def test_a_small_custom_set_gets_a_batch_and_steps_that_fit(tmp_path):
-    source = tmp_path / "images"
-    for number in range(60):  # three classes, as README's lines are followed
-        path = source / ("ant", "bee", "sea lion")[number % 3] / f"{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (16, 16), (4 * number, 90, 200)).save(path)
-    out, run = tmp_path / "mine", tmp_path / "run"
-    run_command(prepare_latents.main, "prepare_latents.py", f"source={source}", "resolution=16", "autoencoder=identity",
-                f"out={out}")
-    printed = trained(run, out, "experiment=small", "batch_size=null", "samples.every=2", "samples.seeds=0-5",
-                      "samples.num_steps=2", "precision=fp32", "steps=2", "cpu=true", "compile=false")
-    assert "For 60 latents: batch_size=15 steps=2." in printed
-    meta = checkpoints.read_meta(checkpoints.latest(run))
-    own = {"in_channels": 3, "input_size": 16, "num_classes": 3}
-    assert meta["batch_size"] == 15 and meta["network"].items() >= own.items()
-    assert (run / "samples/step-00000002.png").is_file()
+def test_the_time_of_a_step_has_no_pauses(shapes, tmp_path, monkeypatch):
+    clock = [0.0]
+
+    def taking(seconds: int, work):
+        return lambda *arguments, **options: clock.insert(0, clock[0] + seconds) or work(*arguments, **options)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    for name, seconds in (("train_step", 2), ("save", 60)):
+        monkeypatch.setattr(train, name, taking(seconds, getattr(train, name)))
+    trained(tmp_path / "run", shapes, "steps=4", "log.every=2", "checkpoint.every=1")
+    seconds = [(row["sec_per_step"], row["elapsed_s"]) for row in files.read_rows(tmp_path / "run/metrics.jsonl")]
+    assert seconds == [(2, 64), (2, 188)]
+
+
+def test_a_folder_of_latents_gets_a_batch_and_a_network_that_fit(shapes, tmp_path):
+    printed = trained(tmp_path / "run", shapes, "experiment=small", "batch_size=null", "precision=fp32", "steps=1")
+    assert "For 300 latents: batch_size=64 steps=1." in printed
+    meta = checkpoints.read_meta(checkpoints.latest(tmp_path / "run"))
+    own = {"in_channels": 3, "input_size": 16, "num_classes": 6}
+    assert meta["batch_size"] == 64 and meta["network"].items() >= own.items()
 
 
 @pytest.mark.parametrize(("count", "ranks", "batch_size", "steps"), [
     (60, 1, 15, 5000), (60, 4, 12, 5000), (3, 2, 2, 5000), (5000, 1, 64, 15625), (10**6, 8, 64, 100_000),
 ])
 def test_batch_and_steps_follow_from_the_number_of_latents(count, ranks, batch_size, steps):
-    settings = TrainSettings.model_construct(batch_size=None, steps=None, grad_accum_steps=1,
-                                             optimizer=SimpleNamespace(warmup_steps=500))
+    settings = TrainSettings.model_construct(batch_size=None, steps=None, grad_accum_steps=1)
     cfg = choose_sizes(settings, SimpleNamespace(num_processes=ranks, print=lambda line: None), count)
     assert (cfg.batch_size, cfg.steps) == (batch_size, steps)
 

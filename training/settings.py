@@ -236,18 +236,21 @@ def sized_like(cfg: TrainSettings, network: Mapping[str, object]) -> TrainSettin
 
 def check_pairs(cfg: TrainSettings) -> None:
     """Raises ValueError for two settings that are not supported together."""
-    muon, fsdp = (cfg.optimizer.name == "muon", "optimizer=muon"), (cfg.sharding == "fsdp", "sharding=fsdp")
-    fp8, fp16 = (cfg.precision == "fp8", "precision=fp8"), (cfg.precision == "fp16", "precision=fp16")
-    graphs = cfg.compile == "reduce-overhead", "compile=reduce-overhead"
+    chosen = {f"optimizer={cfg.optimizer.name}", f"sharding={cfg.sharding}", f"precision={cfg.precision}",
+              f"compile={cfg.compile}"}
     # CUDA graphs need weights at fixed addresses, and FSDP gathers them in each pass.
-    for (is_set, setting), (other_is_set, other) in ((muon, fp8), (fsdp, fp8), (fsdp, fp16), (fsdp, graphs)):
-        if is_set and other_is_set:
-            raise ValueError(f"{setting} and {other} do not go together: leave one out.")
+    for pair in (("optimizer=muon", "precision=fp8"), ("sharding=fsdp", "precision=fp8"),
+                 ("sharding=fsdp", "precision=fp16"), ("sharding=fsdp", "compile=reduce-overhead")):
+        if chosen.issuperset(pair):
+            raise ValueError(f"{' and '.join(pair)} do not go together: leave one out.")
 
 
 def check_chosen(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> None:
-    """Raises ValueError where an experiment's name would be that of another network, which is typed with it."""
+    """Raises ValueError where an experiment's keys would change a network that is typed with it, or its run's name."""
     model = cli_overrides.get("model")
+    if model == "dit" and cfg.model.routes and not any("routes" in key for key in cli_overrides):
+        raise ValueError("model=dit would train on a route, as the experiment sets model.routes: write model.routes=[] "
+                         "as well.")
     is_named = (f"-{cfg.model.name}" in f"-{cfg.name}" or cfg.name.endswith(cfg.model.name)  # and not b2_tread_v1
                 or {"name", "run_dir"} & cli_overrides.keys())
     if model and "experiment" in cli_overrides and not is_named:
