@@ -58,16 +58,6 @@ def test_a_signal_saves_and_exits_with_a_clear_line_and_the_run_resumes_unchange
     assert_same_end(run, reference)
 
 
-def test_a_truncated_newest_checkpoint_is_named_and_the_run_resumes_from_the_previous_one(shapes, reference, tmp_path):
-    run = tmp_path / "run"
-    trained(run, shapes, "steps=8")
-    broken = run / "checkpoints/step-00000008/training.safetensors"
-    broken.write_bytes(broken.read_bytes()[:-100])
-    with pytest.warns(UserWarning, match="step-00000008 is damaged"):
-        assert "resuming step-00000004" in trained(run, shapes)
-    assert_same_end(run, reference)
-
-
 def contents(run) -> dict:
     return {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
 
@@ -118,19 +108,16 @@ def test_a_command_that_takes_no_step_changes_no_file(shapes, reference, tmp_pat
 
 
 def test_leftovers_of_a_killed_save_or_grid_are_removed_on_the_next_start(shapes, tmp_path):
-    run = tmp_path / "run"
-    trained(run, shapes, "steps=8", "checkpoint.keep_last=1")
-    older = shutil.copytree(checkpoints.latest(run), tmp_path / "older")
-    checkpoints.write_meta(older, checkpoints.read_meta(older) | {"step": 4})
-    older.rename(run / "checkpoints/step-00000004")
-    dead = ended_process()
-    left = [run / f".metrics.jsonl.{dead}.tmp", run / f"samples/.step-00000004.png.{dead}.tmp",
+    run, dead = tmp_path / "run", ended_process()
+    trained(run, shapes, "steps=1", "checkpoint.keep_last=1")
+    older = shutil.copytree(checkpoints.latest(run), run / "checkpoints/step-00000000")
+    checkpoints.write_meta(older, checkpoints.read_meta(older) | {"step": 0})
+    left = [older, run / f".metrics.jsonl.{dead}.tmp", run / f"samples/.step-00000004.png.{dead}.tmp",
             run / "checkpoints/.step-00000004.tmp"]
-    for file in left:
+    for file in left[1:]:
         file.write_text("")
-    trained(run, shapes, "steps=8")
-    assert [path.name for path in checkpoints.all_steps(run)] == ["step-00000008"]
-    assert not any(file.exists() for file in left)
+    trained(run, shapes, "steps=1")
+    assert checkpoints.latest(run) and not any(file.exists() for file in left)
 
 
 def test_a_resumed_run_knows_its_lowest_loss(shapes, tmp_path):
@@ -218,9 +205,6 @@ def test_weights_of_other_classes_or_latents_are_named(seven, shapes, tmp_path):
 
 
 @pytest.mark.parametrize(("was", "now", "changed"), [
-    ({}, {}, []),
-    ({"objective": {"name": "alignment", "weight": 0.5}}, {"objective": {"name": "alignment", "weight": 0.1}},
-     ["objective.weight was 0.5 and is now 0.1"]),
     ({"log": {"every": 9}, "data": {"path": "a"}, "label_dropout": 0.5, "cpu": True},
      {"log": {"every": 1}, "data": {"path": "b"}, "label_dropout": 0.1, "cpu": False},
      ["label_dropout was 0.5 and is now 0.1"]),

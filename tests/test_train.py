@@ -1,5 +1,6 @@
 """Training as users run it: what it starts from, options of the loop, mistakes, one step, what it writes, samples."""
 
+import itertools
 import json
 import re
 import shutil
@@ -130,24 +131,35 @@ def test_a_null_label_that_was_never_trained_guides_nothing(shapes, tmp_path):
     trained(run, shapes, "steps=1", *small)
     assert "they were trained with label_dropout=0" in drawn(run)
     assert drawn(run, "scale=1") is None
-    child = tmp_path / "child"
-    trained(child, shapes, "steps=1", *small, f"init_from={run}")
-    assert "label_dropout=0" in drawn(child)  # which began with weights that know none
-
     trained(run, shapes, "steps=2", *small, "label_dropout=0.5")
     trained(run, shapes, "steps=3", *small)  # whose null label is the one of the step before
     trained(tmp_path / "grandchild", shapes, "steps=1", *small, f"init_from={run}")
     assert drawn(run) is drawn(tmp_path / "grandchild") is None
 
 
-def test_scores_and_grids_are_made_on_time_from_the_untrained_network_on_and_do_not_change_the_run(
-        shapes, reference, pixel_reference, tmp_path):
-    run = tmp_path / "run"
+@pytest.fixture(scope="module")
+def shown(shapes, pixel_reference, tmp_path_factory) -> tuple[Path, list, tuple[str, ...]]:
+    """A run as `reference` with grids and scores, what its trackers received, settings first, and its settings."""
+    run, told = tmp_path_factory.mktemp("shown") / "run", []
     options = ("samples.every=10", "samples.seeds=0-5", "samples.num_steps=2", "samples.batch_size=20000",
                "evaluate.every=10", f"evaluate.reference={pixel_reference}", "evaluate.num_samples=6",
                "evaluate.num_steps=2", "evaluate.batch_size=4", "evaluate.guidance_scales=[null,1.5]")
-    trained(run, shapes, *options)
-    scored = [json.loads(line) for line in (run / "results.jsonl").read_text().splitlines()]
+    with pytest.MonkeyPatch.context() as patch:
+        def init_trackers(self, project, config, init_kwargs):
+            told.append([*map(str, self.log_with), config])
+            self.trackers = [SimpleNamespace(name="tensorboard", finish=lambda: None,
+                                             log_images=lambda *args, **how: told.append((args, how)))]
+
+        patch.setattr(Accelerator, "init_trackers", init_trackers)
+        patch.setattr(Accelerator, "log", lambda self, values, step: told.append(values))
+        trained(run, shapes, "log.trackers=[tensorboard]", *options)
+    return run, told, options
+
+
+def test_scores_and_grids_are_made_on_time_from_the_untrained_network_on_and_do_not_change_the_run(
+        shown, shapes, reference, tmp_path):
+    run, options = shutil.copytree(shown[0], tmp_path / "run"), shown[2]
+    scored = files.read_rows(run / "results.jsonl")
     assert [(row["source"]["step"], (row["source"]["guidance"] or {}).get("scale")) for row in scored] == [
         (step, scale) for step in (0, 10, 20, 24) for scale in (None, 1.5)]
     assert {row["source"]["decode_precision"] for row in scored} == {"fp32"}
@@ -161,37 +173,29 @@ def test_scores_and_grids_are_made_on_time_from_the_untrained_network_on_and_do_
     grid.unlink()
     trained(run, shapes, *options)
     assert grid.read_bytes() == sampled
-    again = [json.loads(line) for line in (run / "results.jsonl").read_text().splitlines()]
-    assert [row["metrics"] for row in again] == [row["metrics"] for row in scored]
+    assert [row["metrics"] for row in files.read_rows(run / "results.jsonl")] == [row["metrics"] for row in scored]
 
 
-@pytest.fixture(scope="module")
-def shown(shapes, pixel_reference, tmp_path_factory) -> tuple[Path, list[dict]]:
-    """A run of four large steps with a grid and scores at its end, and what its trackers received, settings first."""
-    run, told = tmp_path_factory.mktemp("shown") / "run", []
-    with pytest.MonkeyPatch.context() as patch:
-        def init_trackers(self, project, config, init_kwargs):
-            told.append([*map(str, self.log_with), config])
-            self.trackers = [SimpleNamespace(name="tensorboard", finish=lambda: None,
-                                             log_images=lambda *args, **how: told.append((args, how)))]
-
-        patch.setattr(Accelerator, "init_trackers", init_trackers)
-        patch.setattr(Accelerator, "log", lambda self, values, step: told.append(values))
-        trained(run, shapes, "steps=4", "log.trackers=[tensorboard]", "optimizer.lr=0.01", "optimizer.warmup_steps=0",
-                "ema.decay=0.5", "ema.warmup=false", "samples.every=4", "samples.seeds=0-5", "samples.num_steps=2",
-                "evaluate.every=4", f"evaluate.reference={pixel_reference}", "evaluate.num_samples=6",
-                "evaluate.num_steps=2", "evaluate.guidance_scales=[null,1.5]")
-    return run, told
+def test_scores_in_training_are_of_the_average(shown, pixel_reference, tmp_path, fresh_accelerator):
+    for weights in ("ema", "model"):
+        run_command(fid.main, "fid.py", checkpoint=shown[0], weights=weights, reference=pixel_reference,
+                    features="pixels", num_samples=6, num_steps=2, seed=100_000, cpu=True, results=tmp_path / "scores")
+    scored, again = ([row["metrics"] for row in files.read_rows(file)]
+                     for file in (shown[0] / "results.jsonl", tmp_path / "scores"))
+    assert again[0] == pytest.approx(scored[-2], rel=1e-6) and again[1] != pytest.approx(scored[-2], rel=1e-6)
 
 
-@pytest.mark.parametrize("weights", ["ema", "model"])
-def test_scores_in_training_are_of_the_average(shown, pixel_reference, tmp_path, fresh_accelerator, weights):
-    run, _ = shown
-    run_command(fid.main, "fid.py", checkpoint=run, weights=weights, reference=pixel_reference, features="pixels",
-                num_samples=6, num_steps=2, seed=100_000, cpu=True, results=tmp_path / "results.jsonl")
-    scored, again = ([row["metrics"] for row in files.read_rows(folder / "results.jsonl")]
-                     for folder in (run, tmp_path))
-    assert (again[0] == pytest.approx(scored[2], rel=1e-6)) == (weights == "ema")
+def test_trackers_receive_the_settings_the_rows_the_grids_and_the_scores(shown):
+    run, ((tracker, settings), *told), _ = shown
+    assert tracker == "tensorboard" and settings["steps"] == "24" and {*map(type, settings.values())} == {str}
+    grids, others = ([call for call in told if isinstance(call, tuple) == is_grid] for is_grid in (True, False))
+    for ((images,), how), step in zip(grids, (0, 10, 20, 24), strict=True):  # of the untrained network, too
+        assert np.array_equal(images["samples"][0], np.asarray(Image.open(run / f"samples/step-{step:08d}.png")))
+        assert how == {"step": step, "dataformats": "NHWC"}
+    scores = [{f"{name}_ema_2_steps{suffix}": value for name, value in row["metrics"].items()} for row, suffix in zip(
+        files.read_rows(run / "results.jsonl"), itertools.cycle(("", "_guided_1.5")))]
+    assert [call for call in others if "loss" not in call] == scores
+    assert [call for call in others if "loss" in call] == files.read_rows(run / "metrics.jsonl")
 
 
 def test_classes_without_images_are_neither_scored_nor_shown(shapes, reference, pixel_reference, tmp_path):
@@ -209,19 +213,6 @@ def test_classes_without_images_are_neither_scored_nor_shown(shapes, reference, 
     assert checkpoints.read_meta(checkpoints.latest(reference))["data"]["classes"] is None
     assert Image.open(run / "samples/step-00000002.png").height == len(here) * (4 * 16 + 2)
     assert files.read_rows(run / "results.jsonl")[-1]["source"]["classes"] == here
-
-
-def test_trackers_receive_the_settings_the_rows_the_grids_and_the_scores(shown):
-    run, ((tracker, settings), *told) = shown
-    assert tracker == "tensorboard" and settings["steps"] == "4" and {*map(type, settings.values())} == {str}
-    before, before_guided, after, after_guided = (row["metrics"] for row in files.read_rows(run / "results.jsonl"))
-    grids, others = ([call for call in told if isinstance(call, tuple) == is_grid] for is_grid in (True, False))
-    for ((images,), how), step in zip(grids, (0, 4), strict=True):  # of the untrained network, too
-        assert np.array_equal(images["samples"][0], np.asarray(Image.open(run / f"samples/step-{step:08d}.png")))
-        assert how == {"step": step, "dataformats": "NHWC"}
-    scores = [{f"{name}_ema_2_steps{suffix}": value for name, value in row.items()} for row, suffix in (
-        (before, ""), (before_guided, "_guided_1.5"), (after, ""), (after_guided, "_guided_1.5"))]
-    assert others == [*scores[:2], *files.read_rows(run / "metrics.jsonl"), *scores[2:]]
 
 
 def test_wandb_gets_the_runs_name_and_an_id_that_it_accepts_and_advice_if_it_cannot_start(tmp_path):
