@@ -224,7 +224,7 @@ def report(run: Run, num_steps: int, since: float) -> None:
 def sample_grid(run: Run) -> None:
     cfg = run.cfg.samples
     assert run.decoder and run.grid
-    pictures = generate(run.accelerator, run.ema, Sampler(run.diffusion, cfg.num_steps),
+    pictures = generate(run.accelerator, run.ema, Sampler(run.objective.diffusion, cfg.num_steps),
                         run.decoder.decode, *run.grid, batch_size=cfg.batch_size, precision=run.sampling_precision)
     picture = write_grid(run.accelerator, gathered(run.accelerator, pictures), run.grid[1], run.grid_path,
                          run.latents.display_names)
@@ -253,10 +253,10 @@ def evaluate(run: Run) -> None:
                               f"settings use fid.py")
             continue
         began = time.perf_counter()
-        weights = weights_record(run.autoencoder, run.latents.classes, run.model.num_classes, weights=name,
+        weights = weights_record(run.record["data"]["autoencoder"], run.latents.classes, run.model.num_classes, weights=name,
                                  checkpoint=str(run.folder), step=run.step, in_training=True,
                                  compiled=run.scores_compiled, decode_precision=run.cfg.decode_precision)
-        sampler = Sampler(run.diffusion, cfg.num_steps, None if scale is None else Guidance(scale))
+        sampler = Sampler(run.objective.diffusion, cfg.num_steps, None if scale is None else Guidance(scale))
         images = sampled_images(accelerator, run.averages[name], sampler, run.decoder.decode, seeds, labels,
                                 outline=outline, batch_size=cfg.batch_size, size=evaluator.reference.record["size"],
                                 precision=run.sampling_precision, weights=weights)

@@ -19,11 +19,9 @@ from torch import Tensor
 
 from autoencoder import Autoencoder
 from dit import DiT
-from edm import EDM
 from latents.folder import Latents, open_latents
 from latents.loader import check_batch_size
 from objectives import DiffusionLoss, build_objective, trained_parameters
-from rf import RF
 from runtime import ranks, sharding
 from runtime.device import DTYPES, DType
 from sampling.options import labels_of, parse_classes, parse_range
@@ -102,14 +100,6 @@ class Run:
     @property
     def ema(self) -> DiT:
         return self.averages["ema"]
-
-    @property
-    def diffusion(self) -> EDM | RF:
-        return self.objective.diffusion
-
-    @property
-    def autoencoder(self) -> str:
-        return self.record["data"]["autoencoder"]
 
     @property
     def sampling_precision(self) -> DType:
