@@ -222,6 +222,9 @@ def test_a_changed_setting_is_named_if_it_tells_runs_apart(was, now, changed):
     assert changed_settings(before, before | {"world": 2}) == {"world": "world was 1 and is now 2"}
 
 
+ALIGNED = {"name": "alignment", "block": 2, "weight": 0.5}
+
+
 @pytest.mark.parametrize(("now", "words"), [
     ({}, None), ({"network": {"depth": 3, "routes": [], "selection": "grid"}}, None),
     ({"diffusion": {"name": "rf", "cosine_weight": 0.5}}, None),
@@ -229,10 +232,11 @@ def test_a_changed_setting_is_named_if_it_tells_runs_apart(was, now, changed):
     ({"diffusion": {"name": "rf", "shift": 2.0}},
      "another diffusion, so it cannot resume: it has {'shift': None}, this command {'shift': 2.0}"),
     ({"network": {"depth": 4}}, "another network"), ({"data": {"fingerprint": "b"}}, "another data set"),
-    ({"objective": {"name": "alignment"}}, "another objective"), ({"optimizer": "muon"}, "another optimizer"),
+    ({"objective": ALIGNED | {"weight": 0.1}}, None), ({"objective": ALIGNED | {"block": 3}}, "another objective"),
+    ({"objective": {}}, "another objective"), ({"optimizer": "muon"}, "another optimizer"),
 ])
 def test_a_change_of_what_is_trained_is_refused(tmp_path, now, words):
     record = {"network": {"depth": 3, "routes": []}, "diffusion": {"name": "rf"}, "data": {"fingerprint": "a"},
-              "objective": {}, "optimizer": "adamw", "init_from": None}
+              "objective": ALIGNED, "optimizer": "adamw", "init_from": None}
     with contextlib.nullcontext() if words is None else pytest.raises(ValueError, match=words):
         check_resumable(record, record | now, tmp_path)
