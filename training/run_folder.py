@@ -265,12 +265,9 @@ def lock_run(run: Run) -> None:
 
 
 def prepare_folder(run: Run, meta: Meta | None) -> None:
-    """Creates a run's folder, checks that a checkpoint fits its disk, and removes what killed writes have left."""
+    """Creates a run's folder, prunes its checkpoints, and checks that one more fits its disk."""
     for folder in (run.folder / "checkpoints", run.folder / "samples"):  # fails now rather than at the first save
         folder.mkdir(parents=True, exist_ok=True)
-    for name in ("config.yaml", "metrics.jsonl", "results.jsonl"):
-        files.remove_leftovers(run.folder, name)
-    files.remove_leftovers(run.folder / "samples", "step-*")
     # A kill may have come between the last save and its pruning, which obeys the settings of that save.
     kept = (meta or run.record)["config"]["checkpoint"]
     checkpoints.prune(run.folder, run.step, kept["keep_last"], kept["keep_every"])
