@@ -59,7 +59,7 @@ def test_a_schedule_gives_each_step_its_routes_and_says_when_they_change():
     assert {*ratios_of(sampling, 4)} == {0.3, 0.7} and ratios_of(sampling, 20)[4:] == 16 * [0]
     sprint = RouteSchedule((Route(2, 3, 0.75, path_drop=0.1),), dense_after=1)
     assert sprint.at(1) == (Route(2, 3, 0.0, path_drop=0.1),)   # path drop continues where the network is dense
-    assert str(sprint).endswith("from step 1 on 2→3 at selection ratio 0.0, path drop 0.1 of the samples")
+    assert str(sprint).endswith("from step 1 on 2→3 at selection ratio 0.0, path drop 0.1")
 
 
 @settings(deadline=None)
