@@ -253,9 +253,10 @@ def evaluate(run: Run) -> None:
                               f"settings use fid.py")
             continue
         began = time.perf_counter()
-        weights = weights_record(run.record["data"]["autoencoder"], run.latents.classes, run.model.num_classes, weights=name,
-                                 checkpoint=str(run.folder), step=run.step, in_training=True,
-                                 compiled=run.scores_compiled, decode_precision=run.cfg.decode_precision)
+        weights = weights_record(
+            run.record["data"]["autoencoder"], run.latents.classes, run.model.num_classes, weights=name,
+            checkpoint=str(run.folder), step=run.step, in_training=True, compiled=run.scores_compiled,
+            decode_precision=run.cfg.decode_precision)
         sampler = Sampler(run.objective.diffusion, cfg.num_steps, None if scale is None else Guidance(scale))
         images = sampled_images(accelerator, run.averages[name], sampler, run.decoder.decode, seeds, labels,
                                 outline=outline, batch_size=cfg.batch_size, size=evaluator.reference.record["size"],

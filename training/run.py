@@ -202,7 +202,7 @@ def open_evaluator(cfg: TrainSettings, accelerator: Accelerator, latents: Latent
     reference = open_reference(
         accelerator, evaluate.reference, extractor, side, images_size=[side, side], key="evaluate.reference",
         autoencoder=cfg.data.autoencoder)
-    metrics = available_metrics(extractor, reference, None)
+    metrics = available_metrics(extractor, reference)
     return Evaluator(extractor, reference, metrics).measured(accelerator, evaluate.batch_size)
 
 
