@@ -48,6 +48,8 @@ from training.settings import TrainSettings, check_settings
 from weights.averages import decays
 from weights.records import build_network
 
+FIRST_SEED = 100_000    # of the images that are scored during training
+
 # ---- one step -------------------------------------------------------------------------------------------------------
 
 
@@ -126,18 +128,16 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-def as_line(row: dict[str, Any], steps: int, lowest: float = math.inf) -> str:
-    """Formats a row of metrics.jsonl for the screen; points out a loss above twice the `lowest`, a sign of collapse."""
+def as_line(row: dict[str, Any], steps: int) -> str:
+    """Formats a row of metrics.jsonl for the screen."""
     loss, norm = (f"{row[name]:.4f}" if row[name] is not None else "not finite" for name in ("loss", "grad_norm"))
     terms = "".join(f"  {name.removeprefix('loss_')} {value:.4f}" for name, value in row.items()
                     if name.startswith("loss_") and value is not None)
-    high = row["loss"] / lowest if lowest > 0 and (row["loss"] or 0) > 2 * max(lowest, 0.1) else 0  # terms lead near 0
     return (
         f"step {row['step']}/{steps}  loss {loss}{terms}  lr {row['lr']:.2e}  grad {norm}  "
         f"{row['img_per_sec']:,.{int(row['img_per_sec'] < 10)}f} img/s  {row['sec_per_step']:.3f} s/step  "
         f"{row['peak_memory_gib']:.2f} GiB  {row['images']:,} images  {row['elapsed_s']:,.0f} s"
         + (f"  {row['skipped']} steps skipped" if row["skipped"] else "")
-        + f"  {high:.1f} times the lowest loss" * (high > 2)
     )
 
 
@@ -215,7 +215,7 @@ def report(run: Run, num_steps: int, since: float) -> None:
         run.reported_loss = row["loss"]
         run.lowest_loss = run.lowest_loss if diverging else min(run.lowest_loss, row["loss"])
     if run.accelerator.is_main_process:
-        tqdm.write(as_line(row, run.cfg.steps, run.lowest_loss))
+        tqdm.write(as_line(row, run.cfg.steps))
         files.append_row(run.folder / "metrics.jsonl", row)
     run.accelerator.log({name: value for name, value in row.items() if value is not None}, step=run.step)
     require_gradients(run, int(total["skipped_in_row"]))
@@ -224,7 +224,7 @@ def report(run: Run, num_steps: int, since: float) -> None:
 def sample_grid(run: Run) -> None:
     cfg = run.cfg.samples
     assert run.decoder and run.grid
-    pictures = generate(run.accelerator, run.averages[cfg.weights], Sampler(run.diffusion, cfg.num_steps),
+    pictures = generate(run.accelerator, run.ema, Sampler(run.objective.diffusion, cfg.num_steps),
                         run.decoder.decode, *run.grid, batch_size=cfg.batch_size, precision=run.sampling_precision)
     picture = write_grid(run.accelerator, gathered(run.accelerator, pictures), run.grid[1], run.grid_path,
                          run.latents.display_names)
@@ -242,21 +242,22 @@ def evaluate(run: Run) -> None:
     scored = ranks.from_main(accelerator, lambda: [
         (row["source"]["weights"], (row["source"]["guidance"] or {}).get("scale"))
         for row in files.read_rows(results) if training_step(row) == run.step])
-    seeds = list(range(cfg.seed, cfg.seed + cfg.num_samples))
+    seeds = list(range(FIRST_SEED, FIRST_SEED + cfg.num_samples))
     labels = labels_of(seeds, run.latents.classes)
     with torch.device("meta"):
         outline = build_network(run.record["network"])  # complete, as shards cannot be counted
-    for name, scale in itertools.product(cfg.weights, cfg.guidance_scales):
+    for name, scale in itertools.product(run.averages, cfg.guidance_scales):
         of = f"{name}_{cfg.num_steps}_steps" + ("" if scale is None else f"_guided_{scale:g}")
         if (name, scale) in scored:
             accelerator.print(f"step {run.step}  {of} has been scored before, in {results}; to score it with other "
                               f"settings use fid.py")
             continue
         began = time.perf_counter()
-        weights = weights_record(run.autoencoder, run.latents.classes, run.model.num_classes, weights=name,
-                                 checkpoint=str(run.folder), step=run.step, in_training=True,
-                                 compiled=run.scores_compiled, decode_precision=run.cfg.decode_precision)
-        sampler = Sampler(run.diffusion, cfg.num_steps, None if scale is None else Guidance(scale))
+        weights = weights_record(
+            run.record["data"]["autoencoder"], run.latents.classes, run.model.num_classes, weights=name,
+            checkpoint=str(run.folder), step=run.step, in_training=True, compiled=run.scores_compiled,
+            decode_precision=run.cfg.decode_precision)
+        sampler = Sampler(run.objective.diffusion, cfg.num_steps, None if scale is None else Guidance(scale))
         images = sampled_images(accelerator, run.averages[name], sampler, run.decoder.decode, seeds, labels,
                                 outline=outline, batch_size=cfg.batch_size, size=evaluator.reference.record["size"],
                                 precision=run.sampling_precision, weights=weights)
@@ -323,9 +324,9 @@ def main(cfg: TrainSettings) -> None:
     libraries.compile_blocks(run.model, cfg.compile)
     wrapped = speed.replicate(accelerator, run.objective, sharded=cfg.sharding == "fsdp")
     run.optimizer = accelerator.prepare(run.optimizer)
-    for name in cfg.evaluate.weights if run.evaluator else ():
+    for net in run.averages.values() if run.evaluator else ():
         run.scores_compiled = compile_to_sample(
-            run.averages[name], None, None if cfg.compile else False, cfg.evaluate.num_samples, device)
+            net, None, None if cfg.compile else False, cfg.evaluate.num_samples, device)
     weights, averages = trained_weights(run.model), {name: trained_weights(net) for name, net in run.averages.items()}
     stop = ranks.StopRequest(accelerator)
     for net in run.averages.values():

@@ -435,7 +435,7 @@ def test_a_score_that_is_killed_leaves_no_row_and_the_next_life_those_of_an_undi
     training = ("steps=2", "checkpoint.every=1", "model.depth=3", "model.routes=[]", "cpu=true", "compile=false",
                 "evaluate.every=2", f"evaluate.reference={pixel_reference}", "evaluate.num_samples=6",
                 "evaluate.num_steps=1", "evaluate.batch_size=2", "evaluate.guidance_scales=[1.5]",
-                "ema.decay=[0.99,0.9]", "evaluate.weights=[ema,ema-0.9]")
+                "ema.decay=[0.99,0.9]")
     dying = DYING.format(arguments=training_runs.command(tmp_path / "killed", shapes, *training))
     assert forked.run("-c", dying).returncode == -9
     assert len(rows(tmp_path / "killed/results.jsonl")) == 3

@@ -49,8 +49,6 @@ TYPED = {
         ("init_from=run", "data.num_classes=7", "new_label_table=true initialises"),
         # one setting that makes another void
         ("model=dit", "model.selection=grid", "model.selection=grid"),
-        ("ema.decay=[0.9,0.5]", "samples.weights=ema-0.9", "tracks ema, ema-0.5"),
-        ("samples.weights=last", "weights=last is neither"),
         ("evaluate.every=5", "evaluate.reference=images.npz", "evaluate.features_weights=weights.pt",
          "pixels has no weights"),
         ("evaluate.every=5", "label_dropout=0", "evaluate.guidance_scales=[null,1.5]",

@@ -1,11 +1,13 @@
 """Training as users run it: what it starts from, options of the loop, mistakes, one step, what it writes, samples."""
 
+import itertools
 import json
 import re
 import shutil
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,18 +17,16 @@ from conftest import run_command
 from PIL import Image
 from safetensors.torch import load_file
 from spoils import with_new_hashes
-from test_configs import load
-from tqdm import tqdm
 from training_runs import assert_same_end, refusal, rows, trained
 
 import fid
 import sample
+import train
 from edm import EDM
 from runtime import files
-from scripts import prepare_latents
-from train import as_line, main, report, start_trackers, timed_out_of_speed, train_step
-from training import speed
-from training.run import Run, Sums, choose_sizes
+from train import main, start_trackers, train_step
+from training import run_folder, speed
+from training.run import choose_sizes
 from training.settings import TrainSettings
 from weights import checkpoint as checkpoints
 
@@ -49,10 +49,11 @@ def test_a_run_starts_from_anothers_ema_with_its_own_schedule_and_resumes_withou
     assert "was trained with another init_from" in refusal(run, shapes, "diffusion=rf", "model=dit", "steps=3")
 
 
-def test_steps_without_a_finite_gradient_are_skipped_counted_and_too_many_stop_the_run(shapes, tmp_path):
+def test_steps_without_a_finite_gradient_are_skipped_counted_and_too_many_stop_the_run(shapes, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_folder, "MAX_SKIPPED", 6)
     run, often = tmp_path / "run", ("log.every=2", "checkpoint.every=2", "checkpoint.keep_last=2")
     trained(run, shapes, "steps=6", *often)
-    said = refusal(run, shapes, "optimizer.lr=1e30", "max_skipped_in_row=6", *often)
+    said = refusal(run, shapes, "optimizer.lr=1e30", *often)
     skipped = [row["skipped"] for row in rows(run)]
     assert skipped == sorted(skipped) and skipped[-1] >= 6 and rows(run)[-1]["loss"] is None
     good = checkpoints.step_folder(run, 6)  # the last one from before the learning rate that was too high
@@ -130,24 +131,35 @@ def test_a_null_label_that_was_never_trained_guides_nothing(shapes, tmp_path):
     trained(run, shapes, "steps=1", *small)
     assert "they were trained with label_dropout=0" in drawn(run)
     assert drawn(run, "scale=1") is None
-    child = tmp_path / "child"
-    trained(child, shapes, "steps=1", *small, f"init_from={run}")
-    assert "label_dropout=0" in drawn(child)  # which began with weights that know none
-
     trained(run, shapes, "steps=2", *small, "label_dropout=0.5")
     trained(run, shapes, "steps=3", *small)  # whose null label is the one of the step before
     trained(tmp_path / "grandchild", shapes, "steps=1", *small, f"init_from={run}")
     assert drawn(run) is drawn(tmp_path / "grandchild") is None
 
 
-def test_scores_and_grids_are_made_on_time_from_the_untrained_network_on_and_do_not_change_the_run(
-        shapes, reference, pixel_reference, tmp_path):
-    run = tmp_path / "run"
+@pytest.fixture(scope="module")
+def shown(shapes, pixel_reference, tmp_path_factory) -> tuple[Path, list, tuple[str, ...]]:
+    """A run as `reference` with grids and scores, what its trackers received, settings first, and its settings."""
+    run, told = tmp_path_factory.mktemp("shown") / "run", []
     options = ("samples.every=10", "samples.seeds=0-5", "samples.num_steps=2", "samples.batch_size=20000",
                "evaluate.every=10", f"evaluate.reference={pixel_reference}", "evaluate.num_samples=6",
                "evaluate.num_steps=2", "evaluate.batch_size=4", "evaluate.guidance_scales=[null,1.5]")
-    trained(run, shapes, *options)
-    scored = [json.loads(line) for line in (run / "results.jsonl").read_text().splitlines()]
+    with pytest.MonkeyPatch.context() as patch:
+        def init_trackers(self, project, config, init_kwargs):
+            told.append([*map(str, self.log_with), config])
+            self.trackers = [SimpleNamespace(name="tensorboard", finish=lambda: None,
+                                             log_images=lambda *args, **how: told.append((args, how)))]
+
+        patch.setattr(Accelerator, "init_trackers", init_trackers)
+        patch.setattr(Accelerator, "log", lambda self, values, step: told.append(values))
+        trained(run, shapes, "log.trackers=[tensorboard]", *options)
+    return run, told, options
+
+
+def test_scores_and_grids_are_made_on_time_from_the_untrained_network_on_and_do_not_change_the_run(
+        shown, shapes, reference, tmp_path):
+    run, options = shutil.copytree(shown[0], tmp_path / "run"), shown[2]
+    scored = files.read_rows(run / "results.jsonl")
     assert [(row["source"]["step"], (row["source"]["guidance"] or {}).get("scale")) for row in scored] == [
         (step, scale) for step in (0, 10, 20, 24) for scale in (None, 1.5)]
     assert {row["source"]["decode_precision"] for row in scored} == {"fp32"}
@@ -161,41 +173,29 @@ def test_scores_and_grids_are_made_on_time_from_the_untrained_network_on_and_do_
     grid.unlink()
     trained(run, shapes, *options)
     assert grid.read_bytes() == sampled
-    again = [json.loads(line) for line in (run / "results.jsonl").read_text().splitlines()]
-    assert [row["metrics"] for row in again] == [row["metrics"] for row in scored]
+    assert [row["metrics"] for row in files.read_rows(run / "results.jsonl")] == [row["metrics"] for row in scored]
 
 
-@pytest.fixture(scope="module")
-def shown(shapes, pixel_reference, tmp_path_factory) -> tuple[Path, list[dict]]:
-    """A run of four large steps with a grid and scores at its end, and what its trackers received, settings first."""
-    run, told = tmp_path_factory.mktemp("shown") / "run", []
-    with pytest.MonkeyPatch.context() as patch:
-        def init_trackers(self, project, config, init_kwargs):
-            told.append([*map(str, self.log_with), config])
-            self.trackers = [SimpleNamespace(name="tensorboard", finish=lambda: None,
-                                             log_images=lambda *args, **how: told.append((args, how)))]
-
-        patch.setattr(Accelerator, "init_trackers", init_trackers)
-        patch.setattr(Accelerator, "log", lambda self, values, step: told.append(values))
-        trained(run, shapes, "steps=4", "log.trackers=[tensorboard]", "optimizer.lr=0.01", "optimizer.warmup_steps=0",
-                "ema.decay=0.5", "ema.warmup=false", "samples.every=4", "samples.seeds=0-5", "samples.num_steps=2",
-                "evaluate.every=4", f"evaluate.reference={pixel_reference}", "evaluate.num_samples=6",
-                "evaluate.num_steps=2", "evaluate.guidance_scales=[null,1.5]")
-    return run, told
+def test_scores_in_training_are_of_the_average(shown, pixel_reference, tmp_path, fresh_accelerator):
+    for weights in ("ema", "model"):
+        run_command(fid.main, "fid.py", checkpoint=shown[0], weights=weights, reference=pixel_reference,
+                    features="pixels", num_samples=6, num_steps=2, seed=100_000, cpu=True, results=tmp_path / "scores")
+    scored, again = ([row["metrics"] for row in files.read_rows(file)]
+                     for file in (shown[0] / "results.jsonl", tmp_path / "scores"))
+    assert again[0] == pytest.approx(scored[-2], rel=1e-6) and again[1] != pytest.approx(scored[-2], rel=1e-6)
 
 
-@pytest.mark.parametrize("weights", ["ema", "model"])
-def test_grids_and_scores_in_training_are_of_the_average(shown, pixel_reference, tmp_path, fresh_accelerator, weights):
-    run, _ = shown
-    run_command(fid.main, "fid.py", checkpoint=run, weights=weights, reference=pixel_reference, features="pixels",
-                num_samples=6, num_steps=2, seed=100_000, cpu=True, results=tmp_path / "results.jsonl")
-    scored, again = ([row["metrics"] for row in files.read_rows(folder / "results.jsonl")]
-                     for folder in (run, tmp_path))
-    assert (again[0] == pytest.approx(scored[2], rel=1e-6)) == (weights == "ema")
-    run_command(sample.main, "sample.py", checkpoint=run, weights=weights, seeds="0-5", num_steps=2, cpu=True,
-                out=tmp_path / "grid.png")
-    grids = [np.asarray(Image.open(file)) for file in (run / "samples/step-00000004.png", tmp_path / "grid.png")]
-    assert np.array_equal(*grids) == (weights == "ema")
+def test_trackers_receive_the_settings_the_rows_the_grids_and_the_scores(shown):
+    run, ((tracker, settings), *told), _ = shown
+    assert tracker == "tensorboard" and settings["steps"] == "24" and {*map(type, settings.values())} == {str}
+    grids, others = ([call for call in told if isinstance(call, tuple) == is_grid] for is_grid in (True, False))
+    for ((images,), how), step in zip(grids, (0, 10, 20, 24), strict=True):  # of the untrained network, too
+        assert np.array_equal(images["samples"][0], np.asarray(Image.open(run / f"samples/step-{step:08d}.png")))
+        assert how == {"step": step, "dataformats": "NHWC"}
+    scores = [{f"{name}_ema_2_steps{suffix}": value for name, value in row["metrics"].items()} for row, suffix in zip(
+        files.read_rows(run / "results.jsonl"), itertools.cycle(("", "_guided_1.5")))]
+    assert [call for call in others if "loss" not in call] == scores
+    assert [call for call in others if "loss" in call] == files.read_rows(run / "metrics.jsonl")
 
 
 def test_classes_without_images_are_neither_scored_nor_shown(shapes, reference, pixel_reference, tmp_path):
@@ -215,40 +215,22 @@ def test_classes_without_images_are_neither_scored_nor_shown(shapes, reference, 
     assert files.read_rows(run / "results.jsonl")[-1]["source"]["classes"] == here
 
 
-def test_trackers_receive_the_settings_the_rows_the_grids_and_the_scores(shown):
-    run, ((tracker, settings), *told) = shown
-    assert tracker == "tensorboard" and settings["steps"] == "4" and {*map(type, settings.values())} == {str}
-    before, before_guided, after, after_guided = (row["metrics"] for row in files.read_rows(run / "results.jsonl"))
-    grids, others = ([call for call in told if isinstance(call, tuple) == is_grid] for is_grid in (True, False))
-    for ((images,), how), step in zip(grids, (0, 4), strict=True):  # of the untrained network, too
-        assert np.array_equal(images["samples"][0], np.asarray(Image.open(run / f"samples/step-{step:08d}.png")))
-        assert how == {"step": step, "dataformats": "NHWC"}
-    scores = [{f"{name}_ema_2_steps{suffix}": value for name, value in row.items()} for row, suffix in (
-        (before, ""), (before_guided, "_guided_1.5"), (after, ""), (after_guided, "_guided_1.5"))]
-    assert others == [*scores[:2], *files.read_rows(run / "metrics.jsonl"), *scores[2:]]
-
-
-def test_wandb_gets_the_runs_name_and_an_id_that_it_accepts_and_advice_if_it_cannot_start():
-    started = []
-
-    def start(name: str, error: Exception | None = None, log_with=("wandb",)) -> None:
-        def init_trackers(*arguments):
-            if error:
-                raise error
-            started.append(arguments[2]["wandb"])
-
+def test_wandb_gets_the_runs_name_and_an_id_that_it_accepts_and_advice_if_it_cannot_start(tmp_path):
+    def start(init_trackers, log_with=("wandb",)) -> None:
+        cfg = SimpleNamespace(log=SimpleNamespace(trackers=["wandb"]), name="größe", model_dump=dict)
         start_trackers(SimpleNamespace(
-            cfg=SimpleNamespace(log=SimpleNamespace(trackers=["wandb"]), name=name, model_dump=dict), folder=Path(name),
-            step=0, run_id=f"{name}-18ab", accelerator=SimpleNamespace(init_trackers=init_trackers, log_with=log_with)))
+            cfg=cfg, folder=tmp_path, step=0, run_id=f"{200 * 'x'}lr:1e-4 #2 50% größe-18ab",
+            accelerator=SimpleNamespace(init_trackers=init_trackers, log_with=log_with)))
 
-    start("lr:1e-4 #2 50% größe"), start(200 * "x")
-    assert started[0]["name"] == "lr:1e-4 #2 50% größe" and started[0]["id"] == "lr-1e-4--2-50--gr--e-18ab"
-    assert len(started[1]["id"]) == 128
-    for error, log_with, reason in ((None, (), "wandb is not installed. Run pip install wandb; for wandb also `wandb"),
-                                    (RuntimeError("No API key."), ("wandb",), "could not start: No API key. Run")):
-        with pytest.raises(ValueError, match=re.escape(reason)):
-            start("x", error, log_with)
-    assert load("experiment=quickstart").log.trackers == ["tensorboard"]
+    started = Mock()
+    start(started)
+    options = started.call_args.args[2]["wandb"]
+    assert options["name"] == "größe" and options["id"].endswith("xlr-1e-4--2-50--gr--e-18ab")
+    assert len(options["id"]) == 128
+    with pytest.raises(ValueError, match=r"wandb is not installed\. Run pip install wandb; for wandb also `wandb"):
+        start(None, log_with=())
+    with pytest.raises(ValueError, match=r"could not start: No API key\. Run"):
+        start(Mock(side_effect=RuntimeError("No API key.")))
 
 
 def test_a_score_counts_only_for_the_network_and_the_settings_that_it_was_made_with(shapes, pixel_reference, tmp_path):
@@ -262,8 +244,8 @@ def test_a_score_counts_only_for_the_network_and_the_settings_that_it_was_made_w
                 for row in files.read_rows(run / "results.jsonl")]
 
     # A run without a checkpoint begins again, maybe with another network, and so do its scores.
-    first, again, deeper = (scored("steps=0", "evaluate.every=10", *depth) for depth in ((), (), ("model.depth=7",)))
-    assert len(first) == len(again) == len(deeper) == 1 and first[0][3] == again[0][3] != deeper[0][3]
+    first, deeper = (scored("steps=0", "evaluate.every=10", f"model.depth={depth}") for depth in (6, 7))
+    assert len(first) == len(deeper) == 1 and first[0][3] != deeper[0][3]
     saved = scored("steps=1", "evaluate.every=1")
     assert [row[:2] for row in saved] == [(0, 6), (1, 6)] and scored("steps=1", "evaluate.every=1") == saved
     assert scored("steps=1", "evaluate.every=1", "evaluate.num_samples=4") == saved  # a line sends to fid.py
@@ -277,7 +259,6 @@ def test_the_first_step_of_a_process_has_a_line_and_no_row(shapes, tmp_path):
     run, small = tmp_path / "run", ("log.every=4", "model.depth=3", "model.routes=[]")
     for steps, lines in ((4, ["1/4", "4/4"]), (6, ["5/6", "6/6"])):
         out = trained(run, shapes, f"steps={steps}", *small)
-        assert "optimizer.warmup_steps=100 is longer than the run: at steps=" in out
         assert re.findall(r"^step (\S+)  loss \d\.\d+  .* s/step  ", out, re.MULTILINE) == lines
         assert (run / "config.yaml").read_text().splitlines()[0].removeprefix("# ") in out  # what is trained
     assert [row["step"] for row in rows(run)] == [4, 6]
@@ -296,39 +277,6 @@ def test_each_block_is_compiled_and_its_cuda_graphs_begin_anew_at_each_step_not_
     assert "compiling (" not in finished
 
 
-def test_a_loss_above_twice_the_lowest_is_pointed_out_unless_a_term_has_brought_that_near_zero():
-    row = dict.fromkeys(("step", "lr", "grad_norm", "img_per_sec", "sec_per_step", "peak_memory_gib", "images",
-                         "elapsed_s", "skipped"), 1)
-    for loss, lowest, times in ((0.5, 0.2, "2.5"), (0.5, 0.04, "12.5"), (0.05, 0.01, None), (0.3, -0.1, None)):
-        line = as_line(row | {"loss": loss}, 9, lowest)
-        assert (f"  {times} times the lowest loss" in line) == ("lowest" in line) == (times is not None)
-
-
-def bare_run(folder):
-    """A run that only reports."""
-    accelerator = Accelerator(cpu=True)
-    unused = dict.fromkeys(("latents", "decoder", "grid", "evaluator", "record", "model", "averages"))
-    return Run(SimpleNamespace(batch_size=4, steps=9, max_skipped_in_row=9), accelerator, folder, **unused,
-               objective=SimpleNamespace(terms=()), optimizer=torch.optim.SGD([torch.zeros(1)]),
-               sums=Sums(accelerator.device))
-
-
-def test_the_time_of_a_step_has_no_pauses_and_all_that_a_gpu_is_waited_for(tmp_path, monkeypatch, fresh_accelerator):
-    run = bare_run(tmp_path)
-    run.sums.add(torch.tensor(0.2), torch.tensor(1.0), torch.tensor(False), torch.zeros(0))
-    sums = run.sums.over_ranks  # which waits for the steps that a GPU is still at: they are training's, too
-    clock = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(run.sums, "over_ranks", lambda accelerator: clock.insert(0, clock[0] + 4) or sums(accelerator))
-    report(run, 2, time.perf_counter())
-    assert files.read_rows(tmp_path / "metrics.jsonl")[-1]["sec_per_step"] == 2
-    since = time.perf_counter()
-    with timed_out_of_speed(run, tqdm(disable=True), "saving"):  # which is not training's
-        clock.insert(0, clock[0] + 60)
-    report(run, 1, since)
-    assert files.read_rows(tmp_path / "metrics.jsonl")[-1]["sec_per_step"] == 4 and run.seconds_paused == 0
-
-
 def test_a_disk_without_room_for_a_checkpoint_is_found_before_training(shapes, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     said = refusal(tmp_path / "run", shapes, "steps=4")
@@ -336,30 +284,33 @@ def test_a_disk_without_room_for_a_checkpoint_is_found_before_training(shapes, t
                      r"run_dir=", said), said
 
 
-def test_a_small_custom_set_gets_a_batch_and_steps_that_fit(tmp_path):
-    source = tmp_path / "images"
-    for number in range(60):  # three classes, as README's lines are followed
-        path = source / ("ant", "bee", "sea lion")[number % 3] / f"{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (16, 16), (4 * number, 90, 200)).save(path)
-    out, run = tmp_path / "mine", tmp_path / "run"
-    run_command(prepare_latents.main, "prepare_latents.py", f"source={source}", "resolution=16", "autoencoder=identity",
-                f"out={out}")
-    printed = trained(run, out, "experiment=small", "batch_size=null", "samples.every=2", "samples.seeds=0-5",
-                      "samples.num_steps=2", "precision=fp32", "steps=2", "cpu=true", "compile=false")
-    assert "For 60 latents: batch_size=15 steps=2." in printed
-    meta = checkpoints.read_meta(checkpoints.latest(run))
-    own = {"in_channels": 3, "input_size": 16, "num_classes": 3}
-    assert meta["batch_size"] == 15 and meta["network"].items() >= own.items()
-    assert (run / "samples/step-00000002.png").is_file()
+def test_the_time_of_a_step_has_no_pauses(shapes, tmp_path, monkeypatch):
+    clock = [0.0]
+
+    def taking(seconds: int, work):
+        return lambda *arguments, **options: clock.insert(0, clock[0] + seconds) or work(*arguments, **options)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    for name, seconds in (("train_step", 2), ("save", 60)):
+        monkeypatch.setattr(train, name, taking(seconds, getattr(train, name)))
+    trained(tmp_path / "run", shapes, "steps=4", "log.every=2", "checkpoint.every=1")
+    seconds = [(row["sec_per_step"], row["elapsed_s"]) for row in files.read_rows(tmp_path / "run/metrics.jsonl")]
+    assert seconds == [(2, 64), (2, 188)]
+
+
+def test_a_folder_of_latents_gets_a_batch_and_a_network_that_fit(shapes, tmp_path):
+    printed = trained(tmp_path / "run", shapes, "experiment=small", "batch_size=null", "precision=fp32", "steps=1")
+    assert "For 300 latents: batch_size=64 steps=1." in printed
+    meta = checkpoints.read_meta(checkpoints.latest(tmp_path / "run"))
+    own = {"in_channels": 3, "input_size": 16, "num_classes": 6}
+    assert meta["batch_size"] == 64 and meta["network"].items() >= own.items()
 
 
 @pytest.mark.parametrize(("count", "ranks", "batch_size", "steps"), [
     (60, 1, 15, 5000), (60, 4, 12, 5000), (3, 2, 2, 5000), (5000, 1, 64, 15625), (10**6, 8, 64, 100_000),
 ])
 def test_batch_and_steps_follow_from_the_number_of_latents(count, ranks, batch_size, steps):
-    settings = TrainSettings.model_construct(batch_size=None, steps=None, grad_accum_steps=1,
-                                             optimizer=SimpleNamespace(warmup_steps=500))
+    settings = TrainSettings.model_construct(batch_size=None, steps=None, grad_accum_steps=1)
     cfg = choose_sizes(settings, SimpleNamespace(num_processes=ranks, print=lambda line: None), count)
     assert (cfg.batch_size, cfg.steps) == (batch_size, steps)
 

@@ -19,11 +19,9 @@ from torch import Tensor
 
 from autoencoder import Autoencoder
 from dit import DiT
-from edm import EDM
 from latents.folder import Latents, open_latents
 from latents.loader import check_batch_size
 from objectives import DiffusionLoss, build_objective, trained_parameters
-from rf import RF
 from runtime import ranks, sharding
 from runtime.device import DTYPES, DType
 from sampling.options import labels_of, parse_classes, parse_range
@@ -104,14 +102,6 @@ class Run:
         return self.averages["ema"]
 
     @property
-    def diffusion(self) -> EDM | RF:
-        return self.objective.diffusion
-
-    @property
-    def autoencoder(self) -> str:
-        return self.record["data"]["autoencoder"]
-
-    @property
     def sampling_precision(self) -> DType:
         return "bf16" if self.cfg.precision == "fp8" else self.cfg.precision  # averages have no float8 layers
 
@@ -161,19 +151,13 @@ def open_data(cfg: TrainSettings, accelerator: Accelerator) -> Latents:
 
 
 def choose_sizes(cfg: TrainSettings, accelerator: Accelerator, count: int) -> SizedSettings:
-    """Chooses a batch size or number of steps that is null by the number of latents, and prints both.
-
-    Also prints a line for a warmup that is longer than the run.
-    """
+    """Chooses a batch size or number of steps that is null by the number of latents, and prints both."""
     parts = accelerator.num_processes * cfg.grad_accum_steps
     batch_size = cfg.batch_size or max(parts, min(64, count // 4) // parts * parts)
     steps = min(100_000, max(5_000, 200 * count // batch_size)) if cfg.steps is None else cfg.steps
     if (batch_size, steps) != (cfg.batch_size, cfg.steps):
         accelerator.print(f"For {count:,} latents: batch_size={batch_size} steps={steps}. Set either to change it.")
     check_batch_size(batch_size, count, accelerator.num_processes, cfg.grad_accum_steps)
-    if (warmup := cfg.optimizer.warmup_steps) > steps:
-        accelerator.print(f"optimizer.warmup_steps={warmup} is longer than the run: at steps={steps} the learning rate "
-                          f"ends at {steps / warmup:.0%} of optimizer.lr.")
     return SizedSettings.model_construct(**dict(cfg) | {"batch_size": batch_size, "steps": steps})
 
 
@@ -218,7 +202,7 @@ def open_evaluator(cfg: TrainSettings, accelerator: Accelerator, latents: Latent
     reference = open_reference(
         accelerator, evaluate.reference, extractor, side, images_size=[side, side], key="evaluate.reference",
         autoencoder=cfg.data.autoencoder)
-    metrics = available_metrics(extractor, reference, evaluate.metrics)
+    metrics = available_metrics(extractor, reference)
     return Evaluator(extractor, reference, metrics).measured(accelerator, evaluate.batch_size)
 
 

@@ -11,77 +11,23 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from omegaconf import OmegaConf
-from pydantic import ConfigDict
 from torch import nn
 
 from autoencoder import Convention
 from dit import LabelEmbedder
-from guidance import Guidance
 from objectives import class_of, own_state, trained_parameters
 from runtime import files, ranks, sharding
-from runtime.schema import (
-    Count,
-    NonEmptyList,
-    NonNegativeInt,
-    NotNegative,
-    Number,
-    Record,
-    as_recorded,
-    as_text,
-    leaves,
-    read_record,
-    typed,
-)
+from runtime.schema import as_recorded, as_text, leaves, typed
 from training.optimizers import load_optimizer, optimizer_tensors
 from training.run import Run
-from training.settings import ONLY_AT_START, WITHOUT_EFFECT, CheckpointSettings, EMASettings
+from training.settings import ONLY_AT_START, WITHOUT_EFFECT
 from weights import checkpoint as checkpoints
-from weights.averages import names_of
 from weights.loading import Trained, find_on_main_rank, latest_checkpoint, load_trained, other_data
-from weights.records import CheckpointRecord, DataRecord, architecture, diffusion_class, diffusion_keywords
+from weights.records import architecture, diffusion_class, diffusion_keywords
 
+MAX_SKIPPED = 100   # steps in a row without a finite gradient, which stop a run
 
-class TrainedData(DataRecord):
-    fingerprint: str
-
-
-class ParentRecord(Record):
-    """Which weights a run began with."""
-
-    step: NonNegativeInt | None
-    weights_sha256: str
-
-
-class SavedSettings(Record):
-    """The settings that a run had at a save: all of them, of which these have effects when it resumes."""
-
-    model_config = ConfigDict(extra="allow")
-
-    steps: NonNegativeInt
-    ema: EMASettings
-    checkpoint: CheckpointSettings
-
-
-class Meta(CheckpointRecord):
-    """What meta.json must hold for a run to resume."""
-
-    step: NonNegativeInt
-    images: NonNegativeInt
-    elapsed_s: NotNegative
-    run_id: str
-    data: TrainedData
-    world: Count
-    config: SavedSettings
-    parent: ParentRecord | None
-    scaler: dict[str, Any] | None
-    init_from: str | None
-    history: NonEmptyList[dict[str, Any]]
-    lowest_loss: Number | None
-    objective: dict[str, Any]
-    optimizer: str
-    route_schedule: dict[str, Any]
-    sound: bool                     # whether training went well
-    planned: bool                   # whether the run planned to save at this step
+Meta = dict[str, Any]  # what a checkpoint's meta.json holds; its own hash says that it is as `save` wrote it
 
 
 def tells_runs_apart(key: str) -> bool:
@@ -89,8 +35,7 @@ def tells_runs_apart(key: str) -> bool:
 
     Names, paths, what is shown or kept, and the kind of device do not matter.
     """
-    parts = key.split(".")
-    return not any(".".join(parts[:end]) in WITHOUT_EFFECT for end in range(1, len(parts) + 1))
+    return not any(f"{key}.".startswith(f"{name}.") for name in WITHOUT_EFFECT)
 
 
 # ---- may it resume? -------------------------------------------------------------------------------------------------
@@ -190,15 +135,14 @@ def resume(run: Run) -> Meta | None:
     run.run_id = f"{run.folder.name}-{time.time_ns():x}"
     latest, meta = ranks.from_main(run.accelerator, partial(latest_checkpoint, run.folder)), None
     if latest is not None:
-        meta = restore(run, *latest)
+        folder, meta = latest
+        with as_recorded(folder):
+            restore(run, folder, meta)
     else:
         ranks.from_main(run.accelerator, partial(require_no_steps, run))
         begin(run)
     for net in run.averages.values():
         net.null_label = run.record["null_label"]
-    for scale in run.cfg.evaluate.guidance_scales if run.evaluator else ():
-        if scale is not None:
-            Guidance(scale).check(run.ema)  # fails now rather than after the first steps
     return meta
 
 
@@ -216,31 +160,30 @@ def begin(run: Run) -> None:
             sharding.copy_into(net.state_dict(), parent.net.state_dict())
 
 
-def restore(run: Run, folder: Path, content: dict[str, Any]) -> Meta:
+def restore(run: Run, folder: Path, meta: Meta) -> None:
     """Loads a checkpoint into a run, given its folder and its meta.json; raises ValueError if it does not fit."""
-    meta = read_record(Meta, folder / "meta.json", "It does not describe a checkpoint of a run; move it away.", content)
-    with as_recorded(folder / "meta.json"):
-        check_resumable(meta.model_dump(), run.record, run.folder)
-        note_changes(run, meta)
-    run.record["parent"] = meta.parent and meta.parent.model_dump()
-    run.record["null_label"] = meta.null_label or (run.record["null_label"] and meta.step < run.cfg.steps)
-    run.step = run.saved = meta.step
-    run.images, run.elapsed_before = meta.images, meta.elapsed_s
-    run.lowest_loss = math.inf if meta.lowest_loss is None else meta.lowest_loss
-    if meta.run_id.rpartition("-")[0] == run.folder.name:  # else it is a copy, and wandb would drop its rows as known
-        run.run_id = meta.run_id
+    check_resumable(meta, run.record, run.folder)
+    note_changes(run, meta)
+    run.record["parent"] = meta["parent"]
+    run.record["null_label"] = meta["null_label"] or (run.record["null_label"] and meta["step"] < run.cfg.steps)
+    run.step = run.saved = meta["step"]
+    run.images, run.elapsed_before = meta["images"], meta["elapsed_s"]
+    run.lowest_loss = math.inf if meta["lowest_loss"] is None else meta["lowest_loss"]
+    if meta["run_id"].rpartition("-")[0] == run.folder.name:  # else a copy, and wandb would drop its rows as known
+        run.run_id = meta["run_id"]
     sharding.copy_into(run.model.state_dict(), checkpoints.load(folder, "model"))
-    for name, file in stored_averages(meta, run).items():
-        sharding.copy_into(run.averages[name].state_dict(), checkpoints.load(folder, file))
+    for name, net in run.averages.items():
+        is_saved = f"{name}.safetensors" in meta["files"]
+        if not is_saved:
+            run.accelerator.print(f"{name} begins at step {run.step} with the weights of that step.")
+        sharding.copy_into(net.state_dict(), checkpoints.load(folder, name if is_saved else "model"))
     training = checkpoints.load(folder, "training")
-    with as_recorded(folder / "training.safetensors"):
-        run.sums.values.copy_(training.pop("sums"))
-        state = own_state(run.objective)
-        sharding.copy_into(state, {name: training.pop(name) for name in state})
-        load_optimizer(trained_parameters(run.objective), run.optimizer, training)
-    if run.accelerator.scaler is not None and meta.scaler is not None:
-        run.accelerator.scaler.load_state_dict(meta.scaler)
-    return meta
+    run.sums.values.copy_(training.pop("sums"))
+    state = own_state(run.objective)
+    sharding.copy_into(state, {name: training.pop(name) for name in state})
+    load_optimizer(trained_parameters(run.objective), run.optimizer, training)
+    if run.accelerator.scaler is not None and meta["scaler"] is not None:
+        run.accelerator.scaler.load_state_dict(meta["scaler"])
 
 
 def note_changes(run: Run, meta: Meta) -> None:
@@ -248,35 +191,23 @@ def note_changes(run: Run, meta: Meta) -> None:
 
     Raises ValueError for fewer steps than the run has taken, and for other settings of a finished run.
     """
-    steps, changes = run.cfg.steps, changed_settings(meta.model_dump(), run.record)
-    if meta.step > steps:
-        raise ValueError(f"{run.folder} has taken {meta.step} steps already, more than steps={steps}: raise "
-                         f"steps, or start another run with name=<another>.")
+    step, steps, changes = meta["step"], run.cfg.steps, changed_settings(meta, run.record)
+    if step > steps:
+        raise ValueError(f"{run.folder} has taken {step} steps already, more than steps={steps}: raise steps, or start "
+                         f"another run with name=<another>.")
     others = [text for key, text in changes.items() if key not in ("world", "steps")]
-    if meta.step == steps and others:
-        raise ValueError(f"{run.folder} has finished its {meta.step} steps with other settings: {'; '.join(others)}. "
-                         f"Train with these under another name=<name> or run_dir=<folder>, or continue that run with "
-                         f"a larger steps=.")
-    now = run.record["history"][-1] | {"step": meta.step}  # a new entry only if one of these or a setting has changed
-    if changed := {key: text for key, text in changes.items() if key not in ONLY_AT_START and meta.step < steps}:
+    if step == steps and others:
+        raise ValueError(f"{run.folder} has finished its {step} steps with other settings: {'; '.join(others)}. Train "
+                         f"with these under another name=<name> or run_dir=<folder>, or continue that run with a "
+                         f"larger steps=.")
+    now = run.record["history"][-1] | {"step": step}  # a new entry only if one of these or a setting has changed
+    if changed := {key: text for key, text in changes.items() if key not in ONLY_AT_START and step < steps}:
         now["changed"] = changed
     for change in changed.values():
         run.accelerator.print(f"Resuming with a change: {change}. From here on the run differs from one without the "
                               f"change.")
-    unchanged = meta.history[-1] | {"step": meta.step} == now
-    run.record["history"] = meta.history if unchanged else [*meta.history, now]
-
-
-def stored_averages(meta: Meta, run: Run) -> dict[str, str]:
-    """Returns the file of a checkpoint from which each average resumes; one of a new decay begins with the weights."""
-    was = {decay: name for name, decay in names_of(meta.config.ema.decay).items()}
-    now, sources = names_of(run.cfg.ema.decay), {}
-    continues = "ema" in map(was.get, now.values())  # else the first average continues under its new decay
-    for name, decay in now.items():
-        sources[name] = was.get(decay, "ema" if name == "ema" and not continues else "model")
-        if sources[name] == "model":
-            run.accelerator.print(f"{name} begins at step {meta.step} with the weights of that step.")
-    return sources
+    unchanged = meta["history"][-1] | {"step": step} == now
+    run.record["history"] = meta["history"] if unchanged else [*meta["history"], now]
 
 
 def save(run: Run) -> None:
@@ -304,7 +235,7 @@ def save(run: Run) -> None:
 
 def require_gradients(run: Run, skipped: int) -> None:
     """Raises ValueError, with the cause and the remedy, if too many steps in a row were skipped."""
-    if skipped < min(run.cfg.max_skipped_in_row, run.cfg.steps):  # in a short run, all of its steps
+    if skipped < min(MAX_SKIPPED, run.cfg.steps):  # in a short run, all of its steps
         return
     last_good = checkpoints.last_sound(run.folder, run.step - skipped)
     remedy = (f"Move checkpoints newer than {last_good} away to resume from it" if last_good else
@@ -334,15 +265,12 @@ def lock_run(run: Run) -> None:
 
 
 def prepare_folder(run: Run, meta: Meta | None) -> None:
-    """Creates a run's folder, checks that a checkpoint fits its disk, and removes what killed writes have left."""
+    """Creates a run's folder, prunes its checkpoints, and checks that one more fits its disk."""
     for folder in (run.folder / "checkpoints", run.folder / "samples"):  # fails now rather than at the first save
         folder.mkdir(parents=True, exist_ok=True)
-    for name in ("config.yaml", "metrics.jsonl", "results.jsonl"):
-        files.remove_leftovers(run.folder, name)
-    files.remove_leftovers(run.folder / "samples", "step-*")
     # A kill may have come between the last save and its pruning, which obeys the settings of that save.
-    kept = meta.config.checkpoint if meta else run.cfg.checkpoint
-    checkpoints.prune(run.folder, run.step, kept.keep_last, kept.keep_every)
+    kept = (meta or run.record)["config"]["checkpoint"]
+    checkpoints.prune(run.folder, run.step, kept["keep_last"], kept["keep_every"])
     if meta is None:  # a run that starts over scores its untrained network again
         discard_after(run.folder, -1)
         write_settings(run)

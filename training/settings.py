@@ -30,10 +30,9 @@ from runtime.schema import (
     read,
     refuse,
 )
-from scoring import results
 from scoring.features import Features
+from scoring.results import AtLeastTwo
 from training.speed import Compile, Precision
-from weights.averages import WeightsName, names_of
 from weights.records import ScheduleSettings, settings_of
 
 if TYPE_CHECKING:   # a type that is made of Route's keywords is none to a type checker
@@ -148,7 +147,6 @@ class SamplesSettings(Settings):
     classes: Selection | None
     num_steps: Steps
     batch_size: Count
-    weights: WeightsName
 
 
 class EvaluateSettings(Settings):
@@ -156,11 +154,8 @@ class EvaluateSettings(Settings):
     reference: Location | None
     features: Features
     features_weights: Location | None
-    metrics: results.Metrics | None
-    num_samples: results.AtLeastTwo
-    seed: NonNegativeInt
+    num_samples: AtLeastTwo
     guidance_scales: NonEmptyList[Number | None]
-    weights: NonEmptyList[WeightsName]
     num_steps: Steps
     batch_size: Count
 
@@ -168,8 +163,8 @@ class EvaluateSettings(Settings):
 # Settings in which two runs may differ and still be the same: names, paths, what is shown or kept, length and device.
 WITHOUT_EFFECT = {
     "name", "run_dir", "log", "checkpoint", "samples", "evaluate", "decode_precision", "decode_batch_size",
-    "max_skipped_in_row", "activation_checkpointing", "init_from", "steps", "compile", "cpu", "data.name", "data.path",
-    "data.channels", "data.input_size", "data.num_classes", "data.autoencoder", "data.grid_classes",
+    "activation_checkpointing", "init_from", "steps", "compile", "cpu", "data.name", "data.path", "data.channels",
+    "data.input_size", "data.num_classes", "data.autoencoder", "data.grid_classes",
 }
 ONLY_AT_START = {"model.name", "model.init", "new_label_table"}  # a resumed run does not read them
 # What a run takes from the weights of init_from= unless it is typed: `check_settings` leaves what is as fields_set.
@@ -187,7 +182,6 @@ class TrainSettings(Settings):
     batch_size: Count | None
     grad_accum_steps: Count
     label_dropout: Fraction
-    max_skipped_in_row: Count
     precision: Precision
     decode_precision: DType
     decode_batch_size: Count | None
@@ -222,7 +216,6 @@ def check_settings(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> Trai
     check_chosen(cfg, cli_overrides)
     check_effect(cfg, cli_overrides)
     check_objective(cfg.objective)
-    check_averages(cfg)
     check_scales(cfg)
     sized = {"size", "model.backbone_type"} & cli_overrides.keys()
     return cfg.model_copy(update={name: group.model_construct(
@@ -242,13 +235,13 @@ def sized_like(cfg: TrainSettings, network: Mapping[str, object]) -> TrainSettin
 
 def check_pairs(cfg: TrainSettings) -> None:
     """Raises ValueError for two settings that are not supported together."""
-    muon, fsdp = (cfg.optimizer.name == "muon", "optimizer=muon"), (cfg.sharding == "fsdp", "sharding=fsdp")
-    fp8, fp16 = (cfg.precision == "fp8", "precision=fp8"), (cfg.precision == "fp16", "precision=fp16")
-    graphs = cfg.compile == "reduce-overhead", "compile=reduce-overhead"
+    chosen = {f"optimizer={cfg.optimizer.name}", f"sharding={cfg.sharding}", f"precision={cfg.precision}",
+              f"compile={cfg.compile}"}
     # CUDA graphs need weights at fixed addresses, and FSDP gathers them in each pass.
-    for (is_set, setting), (other_is_set, other) in ((muon, fp8), (fsdp, fp8), (fsdp, fp16), (fsdp, graphs)):
-        if is_set and other_is_set:
-            raise ValueError(f"{setting} and {other} do not go together: leave one out.")
+    for pair in (("optimizer=muon", "precision=fp8"), ("sharding=fsdp", "precision=fp8"),
+                 ("sharding=fsdp", "precision=fp16"), ("sharding=fsdp", "compile=reduce-overhead")):
+        if chosen.issuperset(pair):
+            raise ValueError(f"{' and '.join(pair)} do not go together: leave one out.")
 
 
 def check_chosen(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> None:
@@ -283,15 +276,6 @@ def check_objective(objective: dict[str, Any]) -> None:
     """Raises ValueError for an objective without a file, and for a keyword that it lacks or of another type."""
     kind = class_of(objective.get("name"))
     read(settings_of(kind, name=(str | None, None)), objective, f"objective={objective.get('name')}: ")
-
-
-def check_averages(cfg: TrainSettings) -> None:
-    """Raises ValueError for names of averages that the run does not track."""
-    tracked = names_of(cfg.ema.decay)
-    for key, names in (("samples.weights", [cfg.samples.weights]), ("evaluate.weights", cfg.evaluate.weights)):
-        if untracked := [name for name in names if name not in tracked]:
-            raise ValueError(f"{key} names {untracked[0]}, but this run tracks {', '.join(tracked)}: choose one of "
-                             f"them, or set ema.decay.")
 
 
 def check_scales(cfg: TrainSettings) -> None:

@@ -8,12 +8,11 @@ from training_runs import assert_resumes, end_of, rows, train_here, trained
 
 from dit import DiT
 from edm import EDM
-from objectives import DiffusionLoss, build_objective, class_of, own_state, trained_parameters
+from objectives import DiffusionLoss, build_objective, own_state, trained_parameters
 from objectives.alignment import projector
 from objectives.diffusion import hidden_after
 from routing_module import Route, Router
 from runtime.libraries import compile_blocks
-from training.run_folder import fixed
 from weights import checkpoint as checkpoints
 
 ROUTED = [Route(1, 2, 0.5)]
@@ -167,12 +166,3 @@ def test_hidden_states_are_those_of_the_kept_tokens_compiled_or_not(graphs, how)
         assert beyond["tokens"].shape == (4, 16, 32) and beyond["positions"].tolist() == [[*range(16)]]
         [gradient] = torch.autograd.grad(on_route["tokens"].sum(), [net.x_embedder.proj.weight], retain_graph=True)
         assert gradient.abs().sum() > 0 and out.shape == (4, 3, 8, 8)
-
-
-@pytest.mark.parametrize(("name", "changed", "is_same"), [
-    ("alignment", {"weight": 0.1}, True), ("alignment", {"block": 3}, False), ("version1", {"mae_weight": 0.5}, True),
-    (None, {"name": "alignment"}, False)])
-def test_an_objective_says_which_keywords_a_resumed_run_may_change(name, changed, is_same):
-    before = {"name": name, "block": 2, "weight": 0.5, "mae_weight": 0.1}
-    kind = class_of(name)
-    assert (fixed(before, kind) == fixed(before | changed, kind)) == is_same

@@ -141,7 +141,7 @@ def tasks(tmp_path_factory) -> dict[str, Task]:
             for name, typed, reached in (
         ("train", ["run_dir=new-train", "steps=4", "log.every=2", "checkpoint.every=2", "checkpoint.keep_last=1",
                    "checkpoint.keep_every=4", "samples.every=4", "samples.seeds=0-3", "samples.num_steps=1",
-                   "evaluate.every=4", "evaluate.reference=images.npz", "evaluate.metrics=[fd_pixels]",
+                   "evaluate.every=4", "evaluate.reference=images.npz",
                    "evaluate.num_samples=4", "evaluate.num_steps=1"], last_step),
         ("prepare_latents", ["source=shapes", "shapes.count=60", "shard_size=16", "batch_size=8", "mirror=true",
                              "out=new-prepare_latents"], shards_done),

@@ -25,16 +25,13 @@ def network(hidden_size=32, **options):
 
 
 def trained(precision, forget, steps=30):
-    """Trains on one batch with the same random numbers; returns losses, the first step's gradients, and the network."""
+    """Trains on one batch with the same random numbers; returns the losses, and the network."""
     forget(reset_partial_state=True)
     model, accelerator = network(), Accelerator(mixed_precision=speed.PRECISIONS[precision], cpu=True)
     if precision == "fp8":
         speed.multiply_in_float8(model, emulate=True)
-    adamw, gradients = torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True), {}
-    adamw.register_step_pre_hook(lambda *_: gradients.update({} if gradients
-            else {k: p.grad.clone() for k, p in model.named_parameters()}))
     objective = DiffusionLoss(model, EDM())
-    called, optimizer = accelerator.prepare(objective, adamw)
+    called, optimizer = accelerator.prepare(objective, torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True))
     y = torch.arange(16) % 4
     x = 0.5 * torch.randn(4, 4, 8, 8, generator=torch.Generator().manual_seed(1))[y]
     losses = []
@@ -42,7 +39,7 @@ def trained(precision, forget, steps=30):
         torch.manual_seed(step % 3)
         losses.append(train.train_step(accelerator, called, objective, optimizer, x, y, {}, label_dropout=0.1,
                                        clip_norm=None, num_parts=1)[0].item())
-    return losses, gradients, model
+    return losses, model
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -61,13 +58,10 @@ def test_the_blocks_large_layers_alone_are_converted_and_the_parameters_are_unch
 
 
 def test_the_loss_in_float8_falls_as_it_does_in_bf16_and_in_float32(fresh_accelerator):
-    (fp32, exact, _), (bf16, *_), (fp8, rough, model) = (trained(precision, fresh_accelerator)
-                                                         for precision in ("fp32", "bf16", "fp8"))
+    (fp32, _), (bf16, _), (fp8, model) = (trained(precision, fresh_accelerator)
+                                          for precision in ("fp32", "bf16", "fp8"))
     assert fp8[0] == pytest.approx(bf16[0], rel=0.02) and fp8[0] != bf16[0]
     assert fp8[-1] < 0.7 * fp8[0] and fp8[-1] == pytest.approx(fp32[-1], rel=0.02)
-    assert list(rough) == list(exact) and all(gradient.isfinite().all() for gradient in rough.values())
-    for name in ("blocks.1.attn.qkv.weight", "blocks.0.mlp.fc2.weight"):  # in the route, and before it
-        assert torch.cosine_similarity(rough[name].flatten(), exact[name].flatten(), dim=0) > 0.95
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
 
 

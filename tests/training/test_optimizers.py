@@ -1,20 +1,15 @@
 """Optimizers: which weights Muon takes, its steps, skipped steps, and what a checkpoint holds of them."""
 
-import math
 import os
-import re
 from collections import Counter
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
 from test_sharding import all_well, fork
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
-from training_runs import rows, trained
 
 import train
 from blocks import BLOCKS
@@ -22,7 +17,6 @@ from dit import DiT
 from runtime import ranks, sharding
 from training import optimizers
 from training.optimizers import build_optimizer, load_optimizer, optimizer_tensors, step_unless
-from weights import checkpoint as checkpoints
 
 SETTINGS = dict(lr=0.01, matrix_lr=0.05, momentum=0.9, betas=(0.8, 0.9), eps=1e-8, weight_decay=0.1)
 
@@ -80,19 +74,6 @@ def test_muon_steps_by_torchs_own_in_the_linear_layers_of_blocks_and_elsewhere_b
                            torchs[1].state[p]["momentum_buffer"])
 
 
-@pytest.mark.parametrize("shape", [(5, 12, 7), (4, 6, 6), (3, 5, 16)])
-def test_a_stack_of_matrices_is_orthogonalized_by_the_polynomial_of_its_singular_values(shape):
-    stack = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    u, values, v = torch.linalg.svd(stack, full_matrices=False)
-    values = values / values.norm(dim=1, keepdim=True)
-    for _ in range(5):
-        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
-    result = optimizers.orthogonalize(stack)
-    torch.testing.assert_close(result, u * values.unsqueeze(1) @ v, rtol=0, atol=1e-12)
-    for matrix, alone in zip(result, stack, strict=True):
-        torch.testing.assert_close(matrix, optimizers.orthogonalize(alone[None])[0], rtol=0, atol=1e-12)
-
-
 class Calls(TorchDispatchMode):
     """Counts operations by namespace."""
 
@@ -140,30 +121,6 @@ def test_ranks_divide_muons_matrices_and_step_as_one_rank_does_with_replicas_and
             torch.testing.assert_close(weights[name], p, rtol=1e-12, atol=1e-12, msg=name)
 
 
-def test_the_pages_counts_of_muons_operations_work_and_exchanges(monkeypatch):
-    monkeypatch.setattr(optimizers, "multiplies_bf16", lambda device: True)
-    page = " ".join((ROOT / "docs/performance.md").read_text().split())
-    [(host, alone, of_eight, replicas, shards)] = re.findall(
-        r"A step of XL/2 takes the host (\d+) operations, and a GPU ([\d.]+) TFLOP, or ([\d.]+) on each of eight\. "
-        r"These exchange results (\d+) times, and (\d+) times with FSDP", page)
-    found = []
-    for depth in (28, math.ceil(28 / 8)):  # of all the blocks, and of the most that one of eight ranks has
-        with torch.device("meta"):
-            net = DiT(hidden_size=1152, depth=depth, num_heads=16)
-        optimizer = build_optimizer(dict(net.named_parameters()), "muon", **SETTINGS)
-        matrices = [p for name, p in net.named_parameters() if optimizers.is_matrix(name, p)]
-        for p in matrices:
-            p.grad = torch.empty_like(p)
-        optimizer.step()
-        optimizer.found_inf = torch.zeros((), device="meta")
-        with Calls() as calls, FlopCounterMode(display=False) as counter:
-            optimizer.step()
-        found.append((calls.counts["aten"], f"{counter.get_total_flops() / 1e12:.2f}"))
-    num_shapes = len({p.shape for p in matrices})
-    assert (int(host), alone, of_eight) == (*found[0], found[1][1])
-    assert (int(replicas), int(shards)) == (num_shapes, 2 * num_shapes)  # as counted on two and on four ranks
-
-
 @pytest.mark.parametrize("make", [lambda p: torch.optim.AdamW(p, fused=True), lambda p: build_optimizer(
     dict(zip(("blocks.0.weight", "blocks.0.bias"), p, strict=True)), "muon", **SETTINGS)], ids=["adamw", "muon"])
 def test_a_skipped_step_changes_nothing_and_state_resumes(make):
@@ -209,15 +166,3 @@ def test_muon_under_a_gradient_scaler_skips_without_reading_the_flag(monkeypatch
         scaler.step(optimizer)
         scaler.update()
         assert any(not torch.equal(p, before[name]) for name, p in net.named_parameters()) == changes
-
-
-def test_a_run_by_muon_has_two_rates_on_one_schedule_and_its_moments_by_name(shapes, tmp_path):
-    options = ("optimizer=muon", "optimizer.lr=1e-3", "optimizer.matrix_lr=1e-2", "optimizer.warmup_steps=2",
-               "log.every=1", "steps=2")
-    trained(tmp_path / "run", shapes, *options)
-    assert [row["lr"] for row in rows(tmp_path / "run")] == [5e-4, 1e-3]
-    saved = checkpoints.load(checkpoints.latest(tmp_path / "run"), "training")
-    assert "blocks.0.attn.qkv.weight.momentum_buffer" in saved and "x_embedder.proj.weight.exp_avg" in saved
-    assert not any(".blocks.0.attn.qkv.weight.exp_avg" in key for key in saved)
-    meta = checkpoints.read_meta(checkpoints.latest(tmp_path / "run"))
-    assert (meta["optimizer"], meta["config"]["optimizer"]["matrix_lr"]) == ("muon", 1e-2)
