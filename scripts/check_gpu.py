@@ -39,7 +39,8 @@ from runtime.command import command, commit
 from runtime.device import device_name
 from runtime.schema import Location, Settings, Text, first_line
 from scoring.features import ADM_GRAPH_URL, INCEPTION_URL
-from scripts.benchmark import make_step, write_latents
+from scripts import prepare_latents
+from scripts.benchmark import make_step
 from training import speed
 from weights.autoencoders import HUB_NAMES
 from weights.records import build_network
@@ -50,6 +51,7 @@ TOLERANCES: dict[Precision, float] = {"fp32": 1e-4, "tf32": 5e-3, "bf16": 3e-2, 
 RESUMED = 1e-3          # of the losses of a resumed run in fp32: GPU kernels sum in varying order
 COMPILED: dict[str, speed.Compile] = {"": False, ", compiled": True, ", CUDA graphs": "reduce-overhead"}
 STEPS = 3               # of each comparison with the CPU
+ADAMW: dict[str, Any] = {"name": "adamw", "lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 ROUTE = {"selection_ratio": 0.5, "start_layer_idx": 1, "end_layer_idx": -2}
 # Not zeroed as in training, so that every layer has a gradient from the first step.
 NETWORK: dict[str, Any] = dict(input_size=16, patch_size=2, in_channels=4, hidden_size=256, depth=6, num_heads=4,
@@ -186,7 +188,7 @@ def steps_here(
     objective = make_objective(machine.network, routed, device, sharded)
     if precision == "fp8":
         speed.multiply_in_float8(objective.net)
-    step = make_step(accelerator, objective, how, num_parts, sharded=sharded, label_dropout=0.0)
+    step = make_step(accelerator, objective, how, num_parts, sharded=sharded, label_dropout=0.0, **ADAMW)
     count = IMAGES * num_parts
     share = slice(machine.rank * count, (machine.rank + 1) * count)
     x, y, noise = make_batch(machine.network, count * machine.world)
@@ -229,15 +231,12 @@ def check_resuming(machine: Machine) -> str:
     require(machine.world == 1, "several processes; python scripts/check_gpu.py only=resume has one")
     losses = {}
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        data = Path(folder, "latents")
-        data.mkdir()
-        write_latents(data, 64, (4, 8, 8), 10)
-        settings = ["data=folder", f"data.path={data}", "model.hidden_size=64", "model.depth=4", "model.num_heads=2",
-                    "model.routes=[{selection_ratio: 0.5, start_layer_idx: 1, end_layer_idx: 2}]", "batch_size=8",
-                    "samples.every=0", "log.every=1", "log.trackers=[]", "precision=fp32", "tf32=false",
-                    "compile=false", f"cpu={str(machine.rehearsal).lower()}"]
+        prepare_latents.main("source=shapes", "shapes.count=64", "resolution=16", "autoencoder=identity",
+                             f"out={folder}/latents")
         for name, steps in (("once", 8), ("twice", 4), ("twice", 8)):
-            train.main(*settings, f"run_dir={folder}/{name}", f"steps={steps}")
+            train.main("experiment=quickstart", "batch_size=8", "optimizer.schedule=constant", "samples.every=0",
+                       "log.every=1", "log.trackers=[]", "tf32=false", f"cpu={str(machine.rehearsal).lower()}",
+                       f"data.path={folder}/latents", f"run_dir={folder}/{name}", f"steps={steps}")
             losses[name] = {row["step"]: row["loss"] for row in files.read_rows(Path(folder, name, "metrics.jsonl"))}
     apart = max(abs(losses["twice"][step] / losses["once"][step] - 1) for step in range(5, 9))
     return require_at_most(RESUMED, f"losses of steps 5 to 8 within {apart:.1e} of those without a stop", apart)

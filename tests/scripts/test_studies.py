@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -12,11 +13,11 @@ from conftest import ROOT, change_record
 from training_runs import write_run
 
 import fid
+from latents.folder import open_latents
 from runtime.command import by_key, compose, parse_options
 from runtime.files import read_rows
 from runtime.schema import read
 from scripts import compare
-from scripts.benchmark import write_latents
 from scripts.studies import held_out
 from training.settings import TrainSettings, check_settings
 
@@ -181,22 +182,19 @@ open({str(tmp_path / "told")!r}, "a").write(json.dumps(sys.argv[1:]) + chr(10))"
             assert {*re.split("[:,]", pairs)} <= given
 
 
-def test_held_out_losses_go_by_the_classes_of_the_run_and_are_made_once(tmp_path, monkeypatch):
-    network = {"input_size": 8, "patch_size": 4, "in_channels": 4, "hidden_size": 8, "depth": 2, "num_heads": 2,
-               "num_classes": 4}
-    for folder, names in (("one", list("abcd")), ("other", list("dcba"))):
-        (tmp_path / folder).mkdir()
-        write_latents(tmp_path / folder, 8, (4, 8, 8), 4)
-        change_record(tmp_path / folder, class_names=names)
-    write_run(tmp_path / "run", network, class_names=list("abcd"))
-    monkeypatch.setattr(sys, "argv", ["held_out.py", str(tmp_path / "run"), "--data", str(tmp_path / "one"),
-                                      str(tmp_path / "other"), "--out", str(tmp_path / "out")])
+def test_held_out_losses_go_by_the_classes_of_the_run_and_are_made_once(shapes, tmp_path, monkeypatch):
+    names, other = open_latents(shapes).class_names, shutil.copytree(shapes, tmp_path / "other")
+    change_record(other, class_names=names[::-1])
+    write_run(tmp_path / "run", {"input_size": 16, "patch_size": 4, "in_channels": 3, "hidden_size": 8, "depth": 2,
+                                 "num_heads": 2, "num_classes": len(names)}, class_names=names)
+    monkeypatch.setattr(sys, "argv", ["held_out.py", str(tmp_path / "run"), "--data", str(shapes), str(other), "--out",
+                                      str(tmp_path / "out")])
     held_out.main()
     held_out.main()
     [row] = read_rows(tmp_path / "out")
-    assert (row["run"], row["step"], row["images"]) == ("run", 1, 8)
-    assert [*row["losses"][str(tmp_path / "one")]] == ["0.1", "0.2", "0.5", "1", "2", "5"]
-    change_record(tmp_path / "other", class_names=list("abcx"))
+    assert (row["run"], row["step"], row["images"]) == ("run", 1, 300)
+    assert [*row["losses"][str(shapes)]] == ["0.1", "0.2", "0.5", "1", "2", "5"]
+    change_record(other, class_names=[*names[1:], "x"])
     (tmp_path / "out").unlink()
     with pytest.raises(SystemExit, match="has classes that the run's data lack: x"):
         held_out.main()
