@@ -6,8 +6,7 @@
     python scripts/check_gpu.py rehearsal=true           # on a CPU, with gloo: the same checks of smaller networks
 
 CHECKS is the list. A check that raises has failed, and the others still run. Exits with 1 if any failed. Numbers are
-compared with those of the CPU in float32, from the same weights and random numbers, within TOLERANCES. How fast the
-machine is, scripts/benchmark.py measures.
+compared with those of the CPU in float32, from the same weights and random numbers, within TOLERANCES.
 """
 
 import contextlib
@@ -72,6 +71,11 @@ class Skipped(Exception):
     """What a check needs and this machine lacks."""
 
 
+def require(holds: bool, needs: str) -> None:
+    if not holds:
+        raise Skipped(needs)
+
+
 @dataclass
 class Machine:
     """What all checks share: where they run, and the networks that they train."""
@@ -87,21 +91,14 @@ class Machine:
 
     def accelerator(self, precision: Precision, num_parts: int = 1) -> Accelerator:
         """Joins the ranks in a precision; raises Skipped for one that this machine lacks."""
-        capability = torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else (8, 0)
-        require(precision not in ("tf32", "bf16") or capability >= (8, 0), "capability 8.0 is needed")
-        if precision == "fp8":
-            try:
-                speed.check_float8(self.device)
-            except ValueError as lacking:
-                raise Skipped(str(lacking)) from None
         ranks.start_anew({})  # else the precision is that of the last check
-        return speed.make_accelerator(
-            "fp32" if precision == "tf32" else precision, num_parts, precision == "tf32", cpu=self.rehearsal)
-
-
-def require(holds: bool, needs: str) -> None:
-    if not holds:
-        raise Skipped(needs)
+        try:
+            if precision == "fp8":
+                speed.check_float8(self.device)
+            return speed.make_accelerator(
+                "fp32" if precision == "tf32" else precision, num_parts, precision == "tf32", cpu=self.rehearsal)
+        except ValueError as lacking:
+            raise Skipped(str(lacking)) from None
 
 
 def require_at_most(most: float, message: str, *measured: float) -> str:
@@ -114,12 +111,11 @@ def require_at_most(most: float, message: str, *measured: float) -> str:
 
 def check_machine(machine: Machine) -> str:
     """Device and versions."""
-    parts = [f"{machine.world} × {device_name(machine.device)}", f"torch {torch.__version__}"]
+    words = f"{machine.world} × {device_name(machine.device)}, torch {torch.__version__}"
     if machine.device.type == "cuda":
         found = torch.cuda.get_device_properties(machine.device)
-        parts += [f"capability {found.major}.{found.minor}", f"CUDA {torch.version.cuda}",
-                  f"{found.total_memory / 1e9:.0f} GB"]
-    return ", ".join(parts)
+        words += f", capability {found.major}.{found.minor}, {found.total_memory / 1e9:.0f} GB"
+    return words
 
 
 def check_downloads(machine: Machine) -> str:
