@@ -171,6 +171,10 @@ def by_measure(runs: list[Run]) -> dict[Measure, dict[str, Curves]]:
 # ---- pairs ----------------------------------------------------------------------------------------------------------
 
 
+def name_of_pair(pair: Pair) -> str:
+    return " − ".join(reversed(pair))
+
+
 class Difference(NamedTuple):
     """Two variants' scores at a place on an axis, a pair for each seed, whose effect on both cancels."""
 
@@ -188,7 +192,7 @@ class Difference(NamedTuple):
     def names(self) -> list[str]:
         """Names the pair, the axis and the place."""
         place = f"{self.place:.3g}" if self.axis == "flops" else f"{self.place:,.0f}"
-        return [" − ".join(reversed(self.pair)), AXES[self.axis], place]
+        return [name_of_pair(self.pair), AXES[self.axis], place]
 
 
 def compared(variants: dict[str, Curves], pair: Pair) -> Iterator[Difference]:
@@ -266,9 +270,11 @@ def changes(found: list[Difference], pairs: list[Pair]) -> list[list[str]]:
     rows = []
     for one, other in itertools.combinations(pairs, 2):
         for here in (each for each in found if each.pair == one and each.images):
-            if there := places.get((other, here.axis, here.images)):
-                change = [there.apart[seed] - apart for seed, apart in here.apart.items() if seed in there.apart]
-                rows.append([here.names[0], there.names[0], AXES[here.axis], f"{here.images:,}", difference_of(change)])
+            there = places.get((other, here.axis, here.images))
+            before, after = here.apart, there.apart if there else {}
+            if change := [after[seed] - before[seed] for seed in before if seed in after]:
+                rows.append([name_of_pair(one), name_of_pair(other), here.names[1], f"{here.images:,}",
+                             difference_of(change)])
     return rows
 
 
