@@ -26,6 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
 from dit import DiT, multiply_adds
+from edm import EDM
 from guidance import Guidance
 from latents.loader import check_batch_size
 from objectives import DiffusionLoss, trained_parameters
@@ -41,11 +42,11 @@ from training.optimizers import build_optimizer
 from training.run import Sums
 from training.run_record import network_record
 from training.settings import AdamWSettings, ModelSettings, MuonSettings
-from weights.records import build_diffusion, build_network
+from weights.records import build_network
 
 Work = Callable[[int], object]  # does what is timed, so many times
 ATTENTION = {"flash": SDPBackend.FLASH_ATTENTION, "flash3": SDPBackend.FLASH_ATTENTION,
-             "cudnn": SDPBackend.CUDNN_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION}
+             "cudnn": SDPBackend.CUDNN_ATTENTION}
 SQUARES = {"cpu": (1024, 2048), "cuda": (4096, 8192, 16384)}    # sides of the matrices that are multiplied
 CHANNELS, NUM_CLASSES = 4, 1000                                 # of ImageNet's latents
 
@@ -57,15 +58,13 @@ class BenchmarkSettings(ModelSettings):
     out: Location | None
     cpu: bool
     tokens: Tokens
-    diffusion: dict[str, Any]
     optimizer: Annotated[AdamWSettings | MuonSettings, Field(discriminator="name")]
     batch_size: Count
     grad_accum_steps: Count
     precision: speed.Precision
-    tf32: bool
     compile: speed.Compile
     variants: NonEmptyList[Literal["dit", "tread"]]
-    attention: Literal["flash", "flash3", "cudnn", "efficient"] | None
+    attention: Literal["flash", "flash3", "cudnn"] | None
     official: Location | None
     rounds: Count
     steps: Count
@@ -182,7 +181,7 @@ def make_training(cfg: BenchmarkSettings, accelerator: Accelerator, variant: str
     if cfg.precision == "fp8":
         speed.multiply_in_float8(net)
     weights = train.trained_weights(net)
-    step = make_step(accelerator, DiffusionLoss(net, build_diffusion(cfg.diffusion)), cfg.compile, cfg.grad_accum_steps,
+    step = make_step(accelerator, DiffusionLoss(net, EDM()), cfg.compile, cfg.grad_accum_steps,
                      **cfg.optimizer.model_dump(exclude={"warmup_steps", "schedule", "clip_norm"}))
     sums, numbers = Sums(accelerator.device), itertools.count()
 
@@ -222,7 +221,7 @@ def time_sample(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict[str, A
     if precision == "fp8":
         raise ValueError("mode=sample precision=fp8: images are never sampled in float8, so set precision=bf16.")
     labels = [seed % NUM_CLASSES for seed in seeds]
-    sampler = Sampler(build_diffusion(cfg.diffusion), cfg.num_steps, None if cfg.scale is None else Guidance(cfg.scale))
+    sampler = Sampler(EDM(), cfg.num_steps, None if cfg.scale is None else Guidance(cfg.scale))
     net = make_network(cfg, "dit", accelerator.device).eval()
     libraries.compile_blocks(net, cfg.compile)
     sample = repeated(lambda: [*generate(accelerator, net, sampler, lambda latents: latents, seeds, labels,
@@ -246,7 +245,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 @command("benchmark", BenchmarkSettings)
 def main(cfg: BenchmarkSettings) -> None:
-    accelerator = speed.make_accelerator(cfg.precision, cfg.grad_accum_steps, cfg.tf32, cfg.cpu)
+    accelerator = speed.make_accelerator(cfg.precision, cfg.grad_accum_steps, True, cfg.cpu)
     if cfg.precision == "fp8":
         speed.check_float8(accelerator.device)
     if cfg.attention == "flash3":
