@@ -6,8 +6,7 @@
     python scripts/check_gpu.py rehearsal=true           # on a CPU, with gloo: the same checks of smaller networks
 
 CHECKS is the list. A check that raises has failed, and the others still run. Exits with 1 if any failed. Numbers are
-compared with those of the CPU in float32, from the same weights and random numbers, within TOLERANCES. How fast the
-machine is, scripts/benchmark.py measures.
+compared with those of the CPU in float32, from the same weights and random numbers, within TOLERANCES.
 """
 
 import contextlib
@@ -39,7 +38,8 @@ from runtime.command import command, commit
 from runtime.device import device_name
 from runtime.schema import Location, Settings, Text, first_line
 from scoring.features import ADM_GRAPH_URL, INCEPTION_URL
-from scripts.benchmark import make_step, write_latents
+from scripts import prepare_latents
+from scripts.benchmark import make_step
 from training import speed
 from weights.autoencoders import HUB_NAMES
 from weights.records import build_network
@@ -50,6 +50,7 @@ TOLERANCES: dict[Precision, float] = {"fp32": 1e-4, "tf32": 5e-3, "bf16": 3e-2, 
 RESUMED = 1e-3          # of the losses of a resumed run in fp32: GPU kernels sum in varying order
 COMPILED: dict[str, speed.Compile] = {"": False, ", compiled": True, ", CUDA graphs": "reduce-overhead"}
 STEPS = 3               # of each comparison with the CPU
+ADAMW: dict[str, Any] = {"name": "adamw", "lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 ROUTE = {"selection_ratio": 0.5, "start_layer_idx": 1, "end_layer_idx": -2}
 # Not zeroed as in training, so that every layer has a gradient from the first step.
 NETWORK: dict[str, Any] = dict(input_size=16, patch_size=2, in_channels=4, hidden_size=256, depth=6, num_heads=4,
@@ -70,6 +71,11 @@ class Skipped(Exception):
     """What a check needs and this machine lacks."""
 
 
+def require(holds: bool, needs: str) -> None:
+    if not holds:
+        raise Skipped(needs)
+
+
 @dataclass
 class Machine:
     """What all checks share: where they run, and the networks that they train."""
@@ -85,21 +91,14 @@ class Machine:
 
     def accelerator(self, precision: Precision, num_parts: int = 1) -> Accelerator:
         """Joins the ranks in a precision; raises Skipped for one that this machine lacks."""
-        capability = torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else (8, 0)
-        require(precision not in ("tf32", "bf16") or capability >= (8, 0), "capability 8.0 is needed")
-        if precision == "fp8":
-            try:
-                speed.check_float8(self.device)
-            except ValueError as lacking:
-                raise Skipped(str(lacking)) from None
         ranks.start_anew({})  # else the precision is that of the last check
-        return speed.make_accelerator(
-            "fp32" if precision == "tf32" else precision, num_parts, precision == "tf32", cpu=self.rehearsal)
-
-
-def require(holds: bool, needs: str) -> None:
-    if not holds:
-        raise Skipped(needs)
+        try:
+            if precision == "fp8":
+                speed.check_float8(self.device)
+            return speed.make_accelerator(
+                "fp32" if precision == "tf32" else precision, num_parts, precision == "tf32", cpu=self.rehearsal)
+        except ValueError as lacking:
+            raise Skipped(str(lacking)) from None
 
 
 def require_at_most(most: float, message: str, *measured: float) -> str:
@@ -112,12 +111,11 @@ def require_at_most(most: float, message: str, *measured: float) -> str:
 
 def check_machine(machine: Machine) -> str:
     """Device and versions."""
-    parts = [f"{machine.world} × {device_name(machine.device)}", f"torch {torch.__version__}"]
+    words = f"{machine.world} × {device_name(machine.device)}, torch {torch.__version__}"
     if machine.device.type == "cuda":
         found = torch.cuda.get_device_properties(machine.device)
-        parts += [f"capability {found.major}.{found.minor}", f"CUDA {torch.version.cuda}",
-                  f"{found.total_memory / 1e9:.0f} GB"]
-    return ", ".join(parts)
+        words += f", capability {found.major}.{found.minor}, {found.total_memory / 1e9:.0f} GB"
+    return words
 
 
 def check_downloads(machine: Machine) -> str:
@@ -186,7 +184,7 @@ def steps_here(
     objective = make_objective(machine.network, routed, device, sharded)
     if precision == "fp8":
         speed.multiply_in_float8(objective.net)
-    step = make_step(accelerator, objective, how, num_parts, sharded=sharded, label_dropout=0.0)
+    step = make_step(accelerator, objective, how, num_parts, sharded=sharded, label_dropout=0.0, **ADAMW)
     count = IMAGES * num_parts
     share = slice(machine.rank * count, (machine.rank + 1) * count)
     x, y, noise = make_batch(machine.network, count * machine.world)
@@ -229,15 +227,12 @@ def check_resuming(machine: Machine) -> str:
     require(machine.world == 1, "several processes; python scripts/check_gpu.py only=resume has one")
     losses = {}
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        data = Path(folder, "latents")
-        data.mkdir()
-        write_latents(data, 64, (4, 8, 8), 10)
-        settings = ["data=folder", f"data.path={data}", "model.hidden_size=64", "model.depth=4", "model.num_heads=2",
-                    "model.routes=[{selection_ratio: 0.5, start_layer_idx: 1, end_layer_idx: 2}]", "batch_size=8",
-                    "samples.every=0", "log.every=1", "log.trackers=[]", "precision=fp32", "tf32=false",
-                    "compile=false", f"cpu={str(machine.rehearsal).lower()}"]
+        prepare_latents.main("source=shapes", "shapes.count=64", "resolution=16", "autoencoder=identity",
+                             f"out={folder}/latents")
         for name, steps in (("once", 8), ("twice", 4), ("twice", 8)):
-            train.main(*settings, f"run_dir={folder}/{name}", f"steps={steps}")
+            train.main("experiment=quickstart", "batch_size=8", "optimizer.schedule=constant", "samples.every=0",
+                       "log.every=1", "log.trackers=[]", "tf32=false", f"cpu={str(machine.rehearsal).lower()}",
+                       f"data.path={folder}/latents", f"run_dir={folder}/{name}", f"steps={steps}")
             losses[name] = {row["step"]: row["loss"] for row in files.read_rows(Path(folder, name, "metrics.jsonl"))}
     apart = max(abs(losses["twice"][step] / losses["once"][step] - 1) for step in range(5, 9))
     return require_at_most(RESUMED, f"losses of steps 5 to 8 within {apart:.1e} of those without a stop", apart)

@@ -1,14 +1,13 @@
 """Compares runs over seeds: means, paired differences and their 95 % intervals at each scored step; Markdown, a figure.
 
     python scripts/compare.py dit=runs/x-dit-seed{0,1,2} tread=runs/x-tread-seed{0,1,2} out=compare
-    python scripts/compare.py a=a.jsonl b=b.jsonl c=runs/c-{0,1,2} d=runs/d-{0,1,2} pairs=a:b,c:d changes=true
+    python scripts/compare.py compare.jsonl c=runs/c-{0,1,2} d=runs/d-{0,1,2} pairs=dit:tread,c:d changes=true
     python scripts/compare.py runs/x out=curves                  one run: its losses and its scores
 
-out=x writes x.md, x.png and x.jsonl, the runs' settings and scores. That file replaces the runs on any machine:
-dit=x.jsonl, or x.jsonl for all of its variants. A run's folder is read without its weights. Runs of one seed are a
-pair: they saw the same images, noise and labels. Pairs are the first variant with each other one, or those of pairs=.
-changes=true adds the change of the difference from each pair to each later one. seconds=dit:0.21,tread:0.14 are those
-of a training step, by scripts/benchmark.py.
+out=x writes x.md, x.png and x.jsonl, the runs' settings and scores, which replaces their folders on any machine. Runs
+of one seed are a pair: they saw the same images, noise and labels. Pairs are the first variant with each other one, or
+those of pairs=. changes=true adds the change of the difference from each pair to each later one.
+seconds=dit:0.21,tread:0.14 are those of a training step, by scripts/benchmark.py.
 """
 
 import argparse
@@ -18,7 +17,7 @@ import math
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -60,60 +59,56 @@ def read_run(variant: str, folder: Path) -> Run:
     newest, results = checkpoints.read_latest(folder, names=()), folder / "results.jsonl"
     if newest is None:
         raise ValueError(f"{folder} has no checkpoint, and rows without their run are not compared: give folders of "
-                         f"runs, or files that compare.py has written.")
+                         f"runs, or files that compare.py has written, without a name.")
     with as_recorded(newest[0] / "meta.json"):
-        meta, batch_size = newest[1], newest[1]["batch_size"]
+        meta = newest[1]
         with torch.device("meta"):
             net = build_network(meta["network"])
-        schedule = build_schedule(net, meta.get("route_schedule", {}), meta["seed"])
+        schedule = build_schedule(net, meta["route_schedule"], meta["seed"])
         flops = cache(lambda routes: 6 * sum(multiply_adds(net, routes)))  # of an image: forward, and twice backward
         run = {"variant": variant, "seed": meta["seed"], "step": meta["step"], "steps": meta["config"]["steps"],
                "settings": leaves(meta["config"]) | {
-                   "batch_size": batch_size, "data.fingerprint": meta["data"]["fingerprint"],
+                   "batch_size": meta["batch_size"], "data.fingerprint": meta["data"]["fingerprint"],
                    "computed in TF32": sorted({str(entry.get("tf32")) for entry in meta["history"]})},
                "history": meta["history"], "scores": [], "losses": read_rows(folder / "metrics.jsonl")}
     with as_recorded(results):
         for row in read_rows(results):
-            step = row["source"]["step"]
-            if step > run["step"] == run["steps"]:
-                raise ValueError(f"{results} has a score of step {step}, and its run ended at step {run['step']}: move "
-                                 f"that row away.")
-            run["scores"].append(score_of(row, results) | {
-                "step": step, "images": step * batch_size,
-                "flops": batch_size * sum(n * flops(routes) for routes, n in schedule.counts(step).items())})
+            step, score = row["source"]["step"], score_of(row)
+            run["scores"] += [score | {
+                "step": step, "images": step * meta["batch_size"], "flops": meta["batch_size"] * sum(
+                    count * flops(routes) for routes, count in schedule.counts(step).items())}] if score else []
     return run
 
 
-def score_of(row: dict[str, Any], results: Path) -> Score:
-    """Returns the distance, precision and recall in a row of results.jsonl, and flat all that the row says of them."""
-    metrics, source, guidance = row["metrics"], row["source"], row["source"].get("guidance")
+def score_of(row: dict[str, Any]) -> Score:
+    """Returns the distance, precision and recall in a row of results.jsonl, and flat all that the row says of them.
+
+    A row without a Fréchet distance, by which runs are compared, gives {}.
+    """
+    metrics, source = row["metrics"], row["source"]
     distance = next((metric for metric in metrics if metric == "fid" or metric.startswith("fd_")), None)
     if distance is None:
-        raise ValueError(f"{results} has a row with {', '.join(metrics)} and no Fréchet distance, by which runs are "
-                         f"compared: move that row away.")
-    facts = {key: value for key, value in row.items() if key not in ("metrics", "images", "summary", "tag", "seconds")}
+        return {}
     # The run and the step name the checkpoint; its path is one of this machine.
+    facts = {key: value for key, value in row.items() if key not in ("metrics", "images", "summary", "tag", "seconds")}
     facts["source"] = {key: value for key, value in source.items() if key not in ("guidance", "checkpoint")}
     flat = {key: as_text(value) for key, value in leaves(facts).items()}
-    # Known by its content.
-    hashed = {f"{key.removesuffix('sha256')}path" for key, text in flat.items()
-              if key.endswith(".sha256") and text != "null"}
-    where = {key: flat.pop(key) for key in [*flat]
-             if key in WHERE | hashed or key.startswith(("versions.", "source.multiply_adds."))}
-    words = guidance and ", ".join(f"{key} {as_text(value)}" for key, value in guidance.items()
-                                   if value is not None and value is not False)
+    if flat.get("reference.sha256", "null") != "null":      # known by its content
+        flat.pop("reference.path", None)
+    where = {key: flat.pop(key) for key in [*flat] if key in WHERE or key.startswith(
+        ("versions.", "source.multiply_adds."))}
+    guidance = ", ".join(f"{key} {as_text(value)}" for key, value in (source.get("guidance") or {}).items()
+                         if value is not None and value is not False)
     return {"value": metrics[distance], "precision": metrics.get("precision"), "recall": metrics.get("recall"),
-            "measure": {"metric": distance, "num_samples": str(row["images"]), "guidance": words or "unguided", **flat},
-            "where": where}
+            "measure": {"metric": distance, "num_samples": str(row["images"]), "guidance": guidance or "unguided",
+                        **flat}, "where": where}
 
 
 def read_file(path: Path) -> list[Run]:
     """Reads a file that main has written, a line for each run, with its scores; raises ValueError for another file."""
-    runs = read_rows(path)
-    if len(runs) < len(path.read_text(encoding="utf-8").splitlines()):
-        raise ValueError(f"{path} is damaged, as not each of its lines is JSON: copy it again.")
-    if any("scores" not in run for run in runs):
-        raise ValueError(f"{path} has a row without its run: give folders of runs, or files of compare.py.")
+    runs = [run for run in read_rows(path) if "scores" in run]
+    if not runs or len(runs) < len(path.read_text(encoding="utf-8").splitlines()):
+        raise ValueError(f"{path} is not as compare.py has written it: copy it again, or give folders of runs.")
     return runs
 
 
@@ -139,21 +134,23 @@ def comparable(runs: list[Run]) -> tuple[list[Run], list[str]]:
     A variant's runs differ in the seed alone, and none of them was resumed with other settings.
     """
     first: dict[str, Run] = {}
-    for run in runs:
+    finished, notes, names = [], [], [*map(name_of, runs)]
+    for name, run in zip(names, runs, strict=True):
         before = first.setdefault(run["variant"], run)
         if apart := differing(before, run, "steps"):
-            raise ValueError(f"{name_of(before)} and {name_of(run)} differ in {apart[0]}: runs of one variant differ "
-                             f"in the seed alone, so give them two names.")
-        if [*map(name_of, runs)].count(name_of(run)) > 1:
-            raise ValueError(f"{name_of(run)} is given twice, and pairs are of one seed: leave one of them out.")
-        changed = [text for entry in run["history"] for key, text in entry.get("changed", {}).items() if key != "world"]
-        if changed:
-            raise ValueError(f"{name_of(run)} was resumed with another setting ({changed[0]}): train it anew, or leave "
-                             f"it out.")
-    short = [run for run in runs if run["step"] < (run["steps"] or math.inf)]
-    return [run for run in runs if run not in short or "losses" not in run], [
-        f"{'Left out' if 'losses' in run else 'Recorded unfinished'}: {name_of(run)} which has taken {run['step']} of "
-        f"{run['steps'] or '?'} steps." for run in short]
+            raise ValueError(f"{name_of(before)} and {name} differ in {apart[0]}: runs of one variant differ in the "
+                             f"seed alone, so give them two names.")
+        if names.count(name) > 1:
+            raise ValueError(f"{name} is given twice, and pairs are of one seed: leave one of them out.")
+        for text in (text for entry in run["history"] for key, text in entry.get("changed", {}).items()
+                     if key != "world"):
+            raise ValueError(f"{name} was resumed with another setting ({text}): train it anew, or leave it out.")
+        is_left_out = run["step"] < run["steps"] and "losses" in run
+        if run["step"] < run["steps"]:
+            notes.append(f"{'Left out' if is_left_out else 'Recorded unfinished'}: {name} which has taken "
+                         f"{run['step']} of {run['steps']} steps.")
+        finished += [] if is_left_out else [run]
+    return finished, notes
 
 
 def by_measure(runs: list[Run]) -> dict[Measure, dict[str, Curves]]:
@@ -174,6 +171,10 @@ def by_measure(runs: list[Run]) -> dict[Measure, dict[str, Curves]]:
 # ---- pairs ----------------------------------------------------------------------------------------------------------
 
 
+def name_of_pair(pair: Pair) -> str:
+    return " − ".join(reversed(pair))
+
+
 class Difference(NamedTuple):
     """Two variants' scores at a place on an axis, a pair for each seed, whose effect on both cancels."""
 
@@ -184,12 +185,14 @@ class Difference(NamedTuple):
     values: dict[int, tuple[float, float]]  # of the first and the second, by seed
 
     @property
-    def apart(self) -> list[float]:
-        return [second - first for first, second in self.values.values()]
+    def apart(self) -> dict[int, float]:
+        return {seed: second - first for seed, (first, second) in self.values.items()}
 
     @property
-    def label(self) -> str:
-        return f"{self.place:.3g}" if self.axis == "flops" else f"{self.place:,.0f}"
+    def names(self) -> list[str]:
+        """Names the pair, the axis and the place."""
+        place = f"{self.place:.3g}" if self.axis == "flops" else f"{self.place:,.0f}"
+        return [name_of_pair(self.pair), AXES[self.axis], place]
 
 
 def compared(variants: dict[str, Curves], pair: Pair) -> Iterator[Difference]:
@@ -199,7 +202,7 @@ def compared(variants: dict[str, Curves], pair: Pair) -> Iterator[Difference]:
     On a linear scale they would lie above the curve, to the advantage of the variant with more scores. The untrained
     network is left out.
     """
-    def on_line(line: dict[float, float], place: float) -> float:
+    def on_line(line: dict[float, float]) -> float:
         return float(interp(math.log(place), [*map(math.log, line)], [*line.values()]))
 
     first, second = (variants.get(name, {}) for name in pair)
@@ -209,31 +212,26 @@ def compared(variants: dict[str, Curves], pair: Pair) -> Iterator[Difference]:
                         for side in (first, second)] for seed in seeds}
         images = {score.get(axis): score["images"] for seed in seeds for score in second[seed].values()}
         for place in sorted({place for sides in lines.values() for line in sides for place in line}):
-            values = {seed: (on_line(one, place), on_line(other, place)) for seed, (one, other) in lines.items()
+            values = {seed: (on_line(one), on_line(other)) for seed, (one, other) in lines.items()
                       if one and other and max(min(one), min(other)) <= place <= min(max(one), max(other))}
             if values:
                 yield Difference(pair, axis, place, images.get(place), values)
 
 
-def interval(differences: list[float]) -> tuple[float, float] | None:
+def interval(differences: Sequence[float]) -> tuple[float, float] | None:
     """Returns the two-sided 95 % t interval of the mean difference; None for fewer than three."""
-    n, mean = len(differences), statistics.mean(differences)
-    if n < 3:
+    if (n := len(differences)) < 3:
         return None
     from scipy import stats  # slow: takes half a second
 
-    half = float(stats.t.ppf(0.975, n - 1)) * statistics.stdev(differences) / math.sqrt(n)
-    return mean - half, mean + half
+    mean, half = statistics.mean(differences), stats.t.ppf(0.975, n - 1) * statistics.stdev(differences) / math.sqrt(n)
+    return float(mean - half), float(mean + half)
 
 
 # ---- the page -------------------------------------------------------------------------------------------------------
 
 
-def name_of_pair(pair: Pair) -> str:
-    return " − ".join(reversed(pair))
-
-
-def difference_of(differences: list[float]) -> str:
+def difference_of(differences: Sequence[float]) -> str:
     """Writes the mean difference with its interval, or each difference where they are too few for one."""
     if (found := interval(differences)) is None:
         return f"{', '.join(f'{value:+.3f}' for value in differences)} (n={len(differences)}, no verdict)"
@@ -268,14 +266,15 @@ def changes(found: list[Difference], pairs: list[Pair]) -> list[list[str]]:
 
     The places of two pairs are those where their second variants had seen as many images.
     """
-    places = {(each.pair, each.axis, each.images): each.values for each in found if each.images}
+    places = {(each.pair, each.axis, each.images): each for each in found}
     rows = []
     for one, other in itertools.combinations(pairs, 2):
-        for (pair, axis, images), here in places.items():
-            there = places.get((other, axis, images), {}) if pair == one else {}
-            if shared := sorted(here.keys() & there.keys()):
-                change = [there[seed][1] - there[seed][0] - (here[seed][1] - here[seed][0]) for seed in shared]
-                rows.append([name_of_pair(one), name_of_pair(other), AXES[axis], f"{images:,}", difference_of(change)])
+        for here in (each for each in found if each.pair == one and each.images):
+            there = places.get((other, here.axis, here.images))
+            before, after = here.apart, there.apart if there else {}
+            if change := [after[seed] - before[seed] for seed in before if seed in after]:
+                rows.append([name_of_pair(one), name_of_pair(other), here.names[1], f"{here.images:,}",
+                             difference_of(change)])
     return rows
 
 
@@ -286,22 +285,20 @@ def page(runs: list[Run], notes: list[str], pairs: list[Pair], with_changes: boo
         fixed = ", ".join(f"{name.removeprefix('source.')} {value[:8] if 'sha256' in name else value}"
                           for name, value in sorted(measure) if value != "null")
         scores = [score for curves in variants.values() for curve in curves.values() for score in curve.values()]
-        mixed = [name for name in NAMED if len({score["where"].get(name) for score in scores}) > 1]
+        mixed = ", ".join(name for name in NAMED if len({score["where"].get(name) for score in scores}) > 1)
         steps = sorted({score["step"] for score in scores})
         found = [each for pair in pairs for each in compared(variants, pair)]
-        rows = [[name_of_pair(each.pair), AXES[each.axis], each.label,
-                 *[mean_of(values) for values in zip(*each.values.values(), strict=True)][::-1],
-                 difference_of(each.apart), each.pair[high < 0] if low * high > 0 else ""]
-                for each in found for low, high in [interval(each.apart) or (0, 0)]]
-        tables += ["", f"## {heading(measure)}", "",
-                   f"Held fixed: {fixed}." + f" Several: {', '.join(mixed)}." * bool(mixed),
+        made |= {each.pair for each in found}
+        rows = [[*each.names, *[mean_of(values) for values in zip(*each.values.values(), strict=True)][::-1],
+                 difference_of(apart), each.pair[high < 0] if low * high > 0 else ""]
+                for each in found for apart in [[*each.apart.values()]] for low, high in [interval(apart) or (0, 0)]]
+        tables += ["", f"## {heading(measure)}", "", f"Held fixed: {fixed}." + (mixed and f" Several: {mixed}."),
                    *table(["variant", *(f"step {step:,}" for step in steps)],
                           [[name, *(score_at(step, variants[name]) for step in steps)] for name in names
                            if name in variants]),
                    *table(["a − b", "at equal", "", "a", "b", "difference (95 %)", "lower"], rows),
                    *table(["change from", "to", "at equal", "images seen", "change (95 %)"],
                           changes(found, pairs) if with_changes else [])]
-        made |= {each.pair for each in found}
     for pair in pairs:
         one, other = ([run for run in runs if run["variant"] == name] for name in pair)
         settings = differing(one[0], other[0], "steps", "init_from", "data.path")
@@ -334,15 +331,12 @@ def draw(runs: list[Run], pairs: list[Pair]) -> "Figure":
     panels = [panel for axis in AXES if (panel := [each for each in found if each.axis == axis])]
     columns, height = bool(trained) + 1 + len(panels), max([4, *(1.3 + 0.16 * len(panel) for panel in panels)])
     figure = Figure(figsize=(4.8 * columns, height), layout="constrained", dpi=110)
-    plots = iter(figure.subplots(1, columns, squeeze=False)[0])
-    if trained:
-        losses = next(plots)
-        for run in trained:
-            losses.plot([row["step"] for row in run["losses"]], [row["loss"] for row in run["losses"]], linewidth=0.8,
-                        label=name_of(run)[:-1])
-        losses.set(xlabel="step", ylabel="training loss (a routed run's is higher)")
-        losses.legend(fontsize="x-small")
-    scores = next(plots)
+    *losses, scores = figure.subplots(1, columns, squeeze=False)[0][:columns - len(panels)]
+    for plot, run in itertools.product(losses, trained):
+        plot.plot(*zip(*((row["step"], row["loss"]) for row in run["losses"]), strict=True), linewidth=0.8,
+                  label=name_of(run)[:-1])
+        plot.set(xlabel="step", ylabel="training loss (a routed run's is higher)")
+        plot.legend(fontsize="x-small")
     for measure, name in shown:
         curves = [*groups[measure].get(name, {}).values()]
         steps = [step for step in next(iter(curves), {}) if all(step in curve for curve in curves)]
@@ -353,15 +347,16 @@ def draw(runs: list[Run], pairs: list[Pair]) -> "Figure":
     scores.set(xlabel=AXES["images"], ylabel="distance: mean ± standard deviation", yscale="log")
     scores.yaxis.set(major_formatter=LogFormatter(), minor_formatter=LogFormatter())
     figure.legend(*scores.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="x-small")
-    for plot, panel in zip(plots, panels, strict=True):
+    for plot, panel in zip(figure.axes[columns - len(panels):], panels, strict=True):
         plot.axvline(0, color="gray", linewidth=0.8)
         for number, each in enumerate(panel):
-            low, high = interval(each.apart) or (0, 0)
-            plot.errorbar(statistics.mean(each.apart), number, xerr=(high - low) / 2, fmt="o", color="C0",
+            low, high = interval([*each.apart.values()]) or (0, 0)
+            plot.errorbar(statistics.mean(each.apart.values()), number, xerr=(high - low) / 2, fmt="o", color="C0",
                           markersize=4, fillstyle="full" if low < high else "none")
         plot.set(xlabel="difference, below 0 the first is better\nbar: 95 % interval; open: n < 3",
                  title=f"at equal {AXES[panel[0].axis]}", ylim=(len(panel) - 0.5, -0.5))
-        plot.set_yticks(range(len(panel)), [f"{name_of_pair(each.pair)}:  {each.label}" for each in panel], fontsize=7)
+        plot.set_yticks(range(len(panel)), [f"{pair}:  {place}" for pair, _, place in (each.names for each in panel)],
+                        fontsize=7)
     return figure
 
 
@@ -382,32 +377,28 @@ def refuse_to_replace(out: str, runs: list[Run]) -> None:
 @program
 def main(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("arguments", nargs="+", metavar="name=run, file of rows, out=, pairs=, seconds=, changes=true")
-    runs, options = [], {}
+    runs, options = [], {"pairs": "", "changes": "", "seconds": "", "out": ""}
     for text in parser.parse_args().arguments:
-        variant, _, place = text.partition("=") if "=" in text else ("", "", text)
-        if variant in ("out", "pairs", "changes", "seconds"):
-            options[variant] = place
-        elif (path := as_path(place)).is_file():
-            with as_recorded(path):
-                found = [run for run in read_file(path) if variant in ("", run["variant"])]
-            if not found:
-                raise ValueError(f"{path} has no runs of {variant}: name one of its variants, or give the file alone.")
-            runs += found
+        name, _, place = text.partition("=") if "=" in text else ("", "", text)
+        if name in options:
+            options[name] = place
+        elif (path := as_path(place)).is_file() and not name:
+            runs += read_file(path)
         else:
-            runs.append(read_run(variant or path.resolve().name, path))
-    for name, seconds in (text.split(":") for text in options.get("seconds", "").split(",") if text):
-        for run in runs:
-            run |= {"sec_per_step": float(seconds)} if run["variant"] == name else {}
+            runs.append(read_run(name or path.resolve().name, path))
+    for name, seconds in (text.split(":") for text in options["seconds"].split(",") if text):
+        for run in (run for run in runs if run["variant"] == name):
+            run["sec_per_step"] = float(seconds)
     finished, notes = comparable(runs) if len(runs) > 1 else (runs, [])
     names = [*dict.fromkeys(run["variant"] for run in finished)]
-    given = options.get("pairs", ",".join(f"{names[0]}:{name}" for name in names[1:]) if names else "")
-    pairs = [(one, other) for one, _, other in (text.partition(":") for text in given.split(",") if text)]
+    pairs = [(one, other) for one, _, other in (text.partition(":") for text in options["pairs"].split(",") if text)]
+    pairs = pairs or [(names[0], name) for name in names[1:]]
     if wrong := [pair for pair in pairs if not {*pair} <= {*names}]:
         raise ValueError(f"pairs={':'.join(wrong[0])}: write pairs=a:b,c:d with variants that have a finished run: "
                          f"{', '.join(names) or 'none has'}.")
-    text = page(finished, notes, pairs, options.get("changes") == "true")
+    text = page(finished, notes, pairs, options["changes"] == "true")
     print(text)
-    if "out" in options:
+    if options["out"]:
         out = str(as_path(options["out"]))
         refuse_to_replace(out, runs)
         rows = [{key: value for key, value in run.items() if key != "losses"} for run in finished]

@@ -9,10 +9,6 @@ def pooled(images):
     return adaptive_avg_pool2d(images.float(), 4)
 
 
-def quarters(images):
-    return adaptive_avg_pool2d(images.float(), 2)
-
-
 def bright(z):
     """A decoder that enlarges three of the latent's channels twice."""
     return z[:, :3].repeat_interleave(2, dim=2).repeat_interleave(2, dim=3) * 0.5
@@ -22,10 +18,6 @@ def means(weights, device):
     """Features: the mean colour, times the number in a file of weights if there is one."""
     scale = torch.load(weights, weights_only=True).item() if weights else 1.0
     return lambda images: images.float().mean((2, 3)) * scale
-
-
-def corners(weights, device):
-    return lambda images: quarters(images).flatten(1)
 
 
 def number(weights, device):

@@ -131,8 +131,7 @@ TYPED = {
         ("out=images.npz", "out=images.npz exists"), ("out=run", "out=run exists"),
     ],
     "benchmark": [
-        ("variants=[dit,sit]", "variants"), ("device=cuda", "torch sees no GPU"),
-        ("mode=sample", "precision=fp8", "set precision=bf16"),
+        ("variants=[dit,sit]", "variants"), ("precision=fp8", "set precision=bf16"),
         ("batch_size=5", "grad_accum_steps=2", "multiple of 2"),
     ],
 }

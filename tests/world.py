@@ -26,7 +26,7 @@ WORKING = {  # settings with which each command works
     "prepare_latents": ["source=pets", "out=new", "resolution=8", "autoencoder=identity", "num_workers=1"],
     "import_latents": ["source=pairs", "format=fastdit", "out=new"],
     "import_weights": ["source=weights.pt", "format=tread", "out=new", "num_heads=2", "autoencoder=identity"],
-    "benchmark": ["out=new", "device=cpu"],
+    "benchmark": ["out=new", "cpu=true"],
 }
 
 

@@ -3,13 +3,13 @@
 Their source is no part of this project. As published its step cannot run on one GPU, so two things are changed from
 outside: `model.module` is the network itself, as without DDP, and two modules that only its sampling needs
 (`utils.edm_helper`, which imports DeepSpeed, and `autoencoder`) are empty. Network, routes, loss, EMA and the order of
-calls are theirs; the data come from our loader.
+calls are theirs.
 """
 
 import copy
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,7 +19,6 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from dit import DiT
-from latents.loader import to_latent
 
 MODULES = ("dit", "edm", "utils.train_helper")
 
@@ -45,11 +44,10 @@ def open_official(path: Path) -> list[ModuleType]:
 
 
 def make_training(
-    modules: list[ModuleType], ours: DiT, how: bool | str, accelerator: Accelerator,
-    loader: Iterator[tuple[Tensor, Tensor, dict[str, Tensor]]], kind: str,
+    path: Path, ours: DiT, compiled: bool, accelerator: Accelerator, x: Tensor, y: Tensor,
 ) -> Callable[[int], None]:
     """Sets up the official network of our sizes and routes; returns a function that takes steps of its loop."""
-    dit, edm, helper = modules
+    dit, edm, helper = open_official(path)
     attention: Any = ours.blocks[0].get_submodule("attn")
     torch.manual_seed(0)
     net = dit.DiT(
@@ -67,12 +65,10 @@ def make_training(
     net, optimizer = accelerator.prepare(net.train(), optimizer)
 
     def take_steps(count: int) -> None:
-        with torch.compiler.set_stance("default" if how else "force_eager"):
+        with torch.compiler.set_stance("default" if compiled else "force_eager"):
             for _ in range(count):
-                stored, y, _ = next(loader)
-                x, y = to_latent(stored.to(accelerator.device), kind), y.to(accelerator.device)
                 with accelerator.autocast():
-                    loss = diffusion.get_training_loss(net, x, y.long(), class_drop_prob=0.1).mean()
+                    loss = diffusion.get_training_loss(net, x, y, class_drop_prob=0.1).mean()
                 optimizer.zero_grad()
                 accelerator.backward(loss)
                 optimizer.step()

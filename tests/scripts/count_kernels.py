@@ -1,7 +1,6 @@
 """Counts the Triton kernels that a GPU would run for blocks of a DiT, the bytes that they move, and library calls.
 
     python tests/scripts/count_kernels.py DiT-XL/2 32 256      # 32 images of 256 tokens, bf16 autocast; needs no GPU
-    python tests/scripts/count_kernels.py DiT-XL/2 32 256 2    # two blocks compiled as one
 
 Both passes are traced on the CPU, with a GPU's flash attention, and moved to fake tensors of an H200, for which
 inductor plans its kernels. A kernel moves each buffer that it reads or writes once.
@@ -71,10 +70,7 @@ def empty_like(value: object, device: torch.device, mode: FakeTensorMode | None 
 
 
 def count_block(block: nn.Module, *inputs: Tensor) -> dict[str, dict[str, int]]:
-    """Returns kernels, calls and bytes of a block's forward and backward pass, for inputs on the CPU.
-
-    Raises ValueError for a block without torch's fused attention, which a GPU would have.
-    """
+    """Returns kernels, calls and bytes of a block's forward and backward pass, for inputs on the CPU."""
     counted: dict[str, dict[str, int]] = {}
     Flash.calls = 0
 
@@ -133,37 +129,21 @@ def count_block(block: nn.Module, *inputs: Tensor) -> dict[str, dict[str, int]]:
             config.patch(force_disable_caches=True):
         traced = aot_function(call, compiler(False), compiler(True), partition, select_decomp_table())
         ended = traced([p.detach().requires_grad_() for p in weights], *inputs)
-        if not Flash.calls:
-            raise ValueError("On a CPU this block has no fused attention for so few tokens: count it for more.")
+        assert Flash.calls, "on a CPU dit.py has no fused attention for so few tokens: count more"
         ended.sum().backward()
     return counted
 
 
-class Stretch(nn.Module):
-    """Blocks in a row, as one graph."""
-
-    def __init__(self, blocks: nn.ModuleList):
-        super().__init__()
-        self.blocks = blocks
-
-    def forward(self, x: Tensor, c: Tensor, positions: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x, c, positions)
-        return x
-
-
 def main() -> None:
-    name, (images, tokens, *together) = sys.argv[1], map(int, sys.argv[2:])
+    name, images, tokens = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     with torch.device("meta"):
         net = DiT_models[name](input_size=2 * round(tokens**0.5))
-    hidden, together = net.pos_embed.shape[-1], together[0] if together else 1
-    stretch = Stretch(net.blocks[:together].to_empty(device="cpu"))
-    counted = count_block(stretch, torch.randn(images, tokens, hidden, requires_grad=True),
+    hidden, block = net.pos_embed.shape[-1], net.blocks[0].to_empty(device="cpu")
+    counted = count_block(block, torch.randn(images, tokens, hidden, requires_grad=True),
                           torch.randn(images, hidden, requires_grad=True), torch.arange(tokens)[None])
     for direction, row in counted.items():
         print(f"{direction}: {row['kernels']} Triton kernels, {row['bytes'] / 1e6:,.0f} MB; {row['calls']} calls")
-    total = sum(row["bytes"] for row in counted.values())
-    print(f"{len(net.blocks)} blocks: {len(net.blocks) / together * total / 1e9:,.1f} GB")
+    print(f"{len(net.blocks)} blocks: {len(net.blocks) * sum(row['bytes'] for row in counted.values()) / 1e9:,.1f} GB")
 
 
 if __name__ == "__main__":

@@ -19,11 +19,10 @@ def machine(fresh_accelerator):
 def test_a_rehearsal_on_a_cpu_passes_and_its_json_has_its_lines(machine, graphs, tmp_path, capsys):
     run_command(check_gpu.main, "check_gpu.py", "rehearsal=true", f"out={tmp_path}/gpu.json")
     rows, printed = json.loads((tmp_path / "gpu.json").read_text())["checks"], capsys.readouterr().out
-    results = {row["check"]: row["result"] for row in rows}
     assert all(f"{row['result']}  {row['check']}: {row['message']}" in printed for row in rows)
-    assert {name for name, result in results.items() if result == "PASS"} == {
+    assert {row["check"] for row in rows if row["result"] != "SKIP"} == {
         "machine", "step, fp32", "step, fp32, compiled", "step, bf16", "stop and resume"}, rows
-    assert set(results.values()) == {"PASS", "SKIP"} and "0 of" in printed
+    assert "0 of 19 checks failed" in printed
 
 
 def test_two_ranks_step_like_one_as_replicas_and_sharded(tmp_path):
@@ -43,10 +42,9 @@ def test_a_check_that_raises_fails_with_its_first_line_and_the_others_still_run(
     with pytest.raises(SystemExit) as ended:
         run_command(check_gpu.main, "check_gpu.py", "rehearsal=true")
     assert ended.value.code == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("FAIL  broken: RuntimeError: no kernel image  [")
-    assert lines[1].startswith("PASS  machine: ")
-    assert lines[-1] == "1 of 2 checks failed: broken"
+    broken, passed, end = capsys.readouterr().out.splitlines()
+    assert broken.startswith("FAIL  broken: RuntimeError: no kernel image  [") and passed.startswith("PASS  machine: ")
+    assert end == "1 of 2 checks failed: broken"
 
 
 def test_what_the_pages_download_is_named_until_it_is_here(machine, monkeypatch, tmp_path):

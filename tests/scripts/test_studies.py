@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -12,11 +13,11 @@ from conftest import ROOT, change_record
 from training_runs import write_run
 
 import fid
+from latents.folder import open_latents
 from runtime.command import by_key, compose, parse_options
 from runtime.files import read_rows
 from runtime.schema import read
 from scripts import compare
-from scripts.benchmark import write_latents
 from scripts.studies import held_out
 from training.settings import TrainSettings, check_settings
 
@@ -72,7 +73,9 @@ def apart(dense: list[float], routed: list[float], digits: int = 1) -> str:
     return f"{number(statistics.mean(differences), digits)} ({number(low, digits)}, {number(high, digits)})"
 
 
-def pair(dense: list[float], routed: list[float], digits: int = 1) -> list[str]:
+def pair(study: str, step: int, *variants: str, images: int = 1000, digits: int = 1, **of: str) -> list[str]:
+    """Dense, routed and their difference."""
+    dense, routed = (scores(study, variant, step, images, **of) for variant in variants)
     return [spread(dense, digits), spread(routed, digits), apart(dense, routed, digits)]
 
 
@@ -86,62 +89,55 @@ def guided(study: str, file: str, variant: str, guidance: str) -> dict:
 
 def rows_of_the_page():
     """The rows of all tables of docs/results.md, from the committed rows."""
-    pays = "when-it-pays"
+    pays, tuning, cifar = "when-it-pays", "fine-tuning", "cifar10-cpu"
     for label, variant, step in (
             ("emoji, 13 epochs (`long`)", "long", 1400), ("emoji, 65 epochs (`long`)", "long", 7000),
             ("5,000 of CIFAR-10, 9 epochs (`cifar5k`)", "cifar5k", 1400),
             ("5,000 of CIFAR-10, 45 epochs", "cifar5k", 7000), ("all CIFAR-10, 0.9 epochs (`cifar`)", "cifar", 1400)):
-        yield [label, *pair(*(scores(pays, f"{variant}-{model}", step) for model in ("dit", "tread")))]
-    for label, step, images in (("2 epochs, 1,000 images", 3124, 1000), ("10 epochs, 1,000 images", 15620, 1000),
-                                ("20 epochs, 1,000 images", 31240, 1000), ("20 epochs, 5,000 images", 31240, 5000)):
-        yield [label, *pair(*(scores("length", model, step, images) for model in ("dit", "tread")))]
-    for label, one, other in (("64 tokens, patch 4", "dit-64", "tread-64"),
-                              ("256 tokens, patch 2", "dit-256-2e-3", "tread-256")):
-        yield [label, *pair(*(scores("tokens", name, 3124, 2500) for name in (one, other))),
-               apart(*at_flops("tokens", one, other, 3124))]
+        yield [label, *pair(pays, step, f"{variant}-dit", f"{variant}-tread")]
+    for epochs, images in ((2, 1000), (10, 1000), (20, 1000), (20, 5000)):
+        yield [f"{epochs} epochs, {images:,} images", *pair("length", 1562 * epochs, "dit", "tread", images=images)]
+    for label, *names in (("64 tokens, patch 4", "dit-64", "tread-64"),
+                          ("256 tokens, patch 2", "dit-256-2e-3", "tread-256")):
+        yield [label, *pair("tokens", 3124, *names, images=2500), apart(*at_flops("tokens", *names, 3124))]
     for label, name in (("dense", "rf-dit"), ("TREAD", "rf-tread")):
         yield [label, *(number(guided("length", "flow-matching", name, text)["value"]) for text in (
             "unguided", "scale 1.5, .*label true", "scale 1.0, gamma1 0.5, .*", "scale 1.5, gamma1 0.5, .*"))]
-    for data, name in (("emoji", "AdamW"), ("emoji", "Muon"), ("emoji", "lite0"), ("CIFAR-10", "AdamW"),
-                       ("CIFAR-10", "Muon")):
-        variant, metric = {"emoji": "emoji", "CIFAR-10": "cifar"}[data], "fd_resnet56"
-        variant, more, digits = f"{variant}-muon" if name != "AdamW" else variant, ["", ""], 1
-        label = f"{data}, {name}"
-        if name == "lite0":
-            label, metric, digits = "emoji, Muon, EfficientNet-lite0", "fd_lite0", 0
-        elif name == "Muon":
-            dense, routed = at_flops(pays, f"{variant}-dit", f"{variant}-tread", 1400)
+    for label, variant, of in (
+            ("emoji, AdamW", "emoji", {}), ("emoji, Muon", "emoji-muon", {}),
+            ("emoji, Muon, EfficientNet-lite0", "emoji-muon", {"metric": "fd_lite0", "digits": 0}),
+            ("CIFAR-10, AdamW", "cifar", {}), ("CIFAR-10, Muon", "cifar-muon", {})):
+        names, more = [f"{variant}-dit", f"{variant}-tread"], ["", ""]
+        if label.endswith("Muon"):
+            dense, routed = at_flops(pays, *names, 1400)
             more = [spread(dense), apart(dense, routed)]
-        cells = pair(*(scores(pays, f"{variant}-{model}", 1400, metric=metric) for model in ("dit", "tread")), digits)
-        yield [label, cells[1], cells[0], cells[2], *more]
+        dense, routed, difference = pair(pays, 1400, *names, **of)
+        yield [label, routed, dense, difference, *more]
     dense, tread = (scores(pays, f"emoji-{model}", 1400) for model in ("dit", "tread"))
     for label, variant in (("dense", "dit"), ("TREAD", "tread"), ("TREAD, dense for the last 15 %", "off-15"),
                            ("TREAD, dense for the last 30 %", "off-30"), ("TREAD, random ratio", "random")):
         values = scores(pays, f"emoji-{variant}", 1400)
-        yield [label, spread(values), apart(dense, values) if values != dense else "",
-               apart(tread, values) if values != tread else "", losses(pays, f"emoji-{variant}", 1400),
-               flops(pays, f"emoji-{variant}", "emoji-dit", 1400)]
+        yield [label, spread(values), *(apart(base, values) if values != base else "" for base in (dense, tread)),
+               losses(pays, f"emoji-{variant}", 1400), flops(pays, f"emoji-{variant}", "emoji-dit", 1400)]
     for label, name in (("dense", "dit"), ("ratio 0.25", "25"), ("ratio 0.5", "50"), ("ratio 0.25, off-ramp", "25-off"),
                         ("ratio 0.5, off-ramp", "50-off")):
-        cells, kinds = [], ("full", "lora")
-        for kind in kinds:
-            dense, values = (scores("fine-tuning", f"{kind}-{each}", 400) for each in ("dit", name))
-            cells += [spread(values), apart(dense, values) if name != "dit" else ""]
-        yield [label, *cells, ", ".join(losses("fine-tuning", f"{kind}-{name}", 400) for kind in kinds),
-               flops("fine-tuning", f"full-{name}", "full-dit", 400)]
-    seconds = {run["variant"]: run["sec_per_step"] for run in runs_of("cifar10-cpu", "edm-dit", "edm-tread")}
+        (_, full, more), (_, lora, more_lora) = (
+            pair(tuning, 400, f"{kind}-dit", f"{kind}-{name}") for kind in ("full", "lora"))
+        yield [label, full, more * (name != "dit"), lora, more_lora * (name != "dit"),
+               ", ".join(losses(tuning, f"{kind}-{name}", 400) for kind in ("full", "lora")),
+               flops(tuning, f"full-{name}", "full-dit", 400)]
     for label, name in (("dense", "edm-dit"), ("TREAD, 2→8, ratio 0.5", "edm-tread")):
-        yield [label, *(spread(scores("cifar10-cpu", name, step), 2) for step in (2000, 4000, 6000, 8000)),
-               f"{seconds[name]:.3f}"]
-    tuned = [f"edm-{model}-finetuned" for model in ("dit", "tread")]
-    cost = [int(guided("cifar10-cpu", "study", tuned[0], text)["where"]["multiply_adds_an_image"]) for text in (
-        "unguided", "label, scale 2", "scale 2, .*", "label, scale 2, .*")]
-    for label, text, times in zip(
-            ("none", "CFG", "SG, ratios 0.3 and 0.7 on 2→8", "CFG + SG, ratios 0.2 and 0.7 on 2→8"),
-            ("", "label, scale {}", "scale {}, .*", "label, scale {}, .*"), cost, strict=True):
-        yield [label, f"{times / cost[0]:.2f}".removesuffix(".00"), *(", ".join(
-            number(guided("cifar10-cpu", "study", name, text.format(scale) or "unguided")["value"], 2)
-            for scale in (("1.25", "1.5", "2") if text else ("",))) for name in tuned)]
+        yield [label, *(spread(scores(cifar, name, step), 2) for step in (2000, 4000, 6000, 8000)),
+               f"{runs_of(cifar, name)[0]['sec_per_step']:.3f}"]
+    tuned = ("edm-dit-finetuned", "edm-tread-finetuned")
+    for label, text in (("none", "unguided"), ("CFG", "label, scale {}"),
+                        ("SG, ratios 0.3 and 0.7 on 2→8", "scale {}, .*"),
+                        ("CFG + SG, ratios 0.2 and 0.7 on 2→8", "label, scale {}, .*")):
+        cost, alone = (int(guided(cifar, "study", tuned[0], each)["where"]["multiply_adds_an_image"])
+                       for each in (text.format(2), "unguided"))
+        yield [label, f"{cost / alone:.2f}".removesuffix(".00"), *(", ".join(
+            number(guided(cifar, "study", name, text.format(scale))["value"], 2)
+            for scale in (("1.25", "1.5", "2") if "{}" in text else [""])) for name in tuned)]
 
 
 def test_each_table_of_the_results_is_made_of_the_committed_rows():
@@ -181,22 +177,19 @@ open({str(tmp_path / "told")!r}, "a").write(json.dumps(sys.argv[1:]) + chr(10))"
             assert {*re.split("[:,]", pairs)} <= given
 
 
-def test_held_out_losses_go_by_the_classes_of_the_run_and_are_made_once(tmp_path, monkeypatch):
-    network = {"input_size": 8, "patch_size": 4, "in_channels": 4, "hidden_size": 8, "depth": 2, "num_heads": 2,
-               "num_classes": 4}
-    for folder, names in (("one", list("abcd")), ("other", list("dcba"))):
-        (tmp_path / folder).mkdir()
-        write_latents(tmp_path / folder, 8, (4, 8, 8), 4)
-        change_record(tmp_path / folder, class_names=names)
-    write_run(tmp_path / "run", network, class_names=list("abcd"))
-    monkeypatch.setattr(sys, "argv", ["held_out.py", str(tmp_path / "run"), "--data", str(tmp_path / "one"),
-                                      str(tmp_path / "other"), "--out", str(tmp_path / "out")])
+def test_held_out_losses_go_by_the_classes_of_the_run_and_are_made_once(shapes, tmp_path, monkeypatch):
+    names, other = open_latents(shapes).class_names, shutil.copytree(shapes, tmp_path / "other")
+    change_record(other, class_names=names[::-1])
+    write_run(tmp_path / "run", {"input_size": 16, "patch_size": 4, "in_channels": 3, "hidden_size": 8, "depth": 2,
+                                 "num_heads": 2, "num_classes": len(names)}, class_names=names)
+    monkeypatch.setattr(sys, "argv", ["held_out.py", str(tmp_path / "run"), "--data", str(shapes), str(other), "--out",
+                                      str(tmp_path / "out")])
     held_out.main()
     held_out.main()
     [row] = read_rows(tmp_path / "out")
-    assert (row["run"], row["step"], row["images"]) == ("run", 1, 8)
-    assert [*row["losses"][str(tmp_path / "one")]] == ["0.1", "0.2", "0.5", "1", "2", "5"]
-    change_record(tmp_path / "other", class_names=list("abcx"))
+    assert (row["run"], row["step"], row["images"]) == ("run", 1, 300)
+    assert [*row["losses"][str(shapes)]] == ["0.1", "0.2", "0.5", "1", "2", "5"]
+    change_record(other, class_names=[*names[1:], "x"])
     (tmp_path / "out").unlink()
     with pytest.raises(SystemExit, match="has classes that the run's data lack: x"):
         held_out.main()
