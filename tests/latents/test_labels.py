@@ -185,8 +185,6 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
                          ["it is not EDM's {", "write that, or a .csv"]),
     "a list without labels": (EDM | {"dataset.json": "[]"}, "", BY_DATASET, ["as it is not EDM's {"]),
     "numbers as names": (EDM | dataset([[3, 0]]), "", BY_DATASET, ["name 3 is no text"]),
-    "a key given twice": (EDM | {"dataset.json": '{"labels": [], "labels": null}'}, "", BY_DATASET,
-                          ["'labels' is given twice"]),
     "a name given twice": (EDM | dataset([*PAIRS, [PAIRS[0][0], 2]]), "", BY_DATASET, ["img00000000.png two classes"]),
     "another JSON": (EDM | {"dataset.json": "{"}, "", BY_DATASET, ["dataset.json cannot be read, as Expecting"]),
     "JulianPinzaru/stylegan2-ada-pytorch-multiclass-labels#2: backslashes": (

@@ -329,7 +329,6 @@ REFUSED = [  # what was brought, settings, words
     (made(write_repa, relabel(lambda _, label: label / 1)), REPA, "of type float64"),
     (made(write_repa, put(JSON, '{"labels": {"a": 0}}')), REPA, "it is not EDM's"),
     (made(write_repa, put(JSON, '{"labels": [["a.npy", 0], ["a.npy", 1]]}')), REPA, "it gives a.npy two classes"),
-    (made(write_repa, put(JSON, '{"labels": null, "labels": []}')), REPA, "'labels' is given twice"),
     (made(write_repa, put(JSON, '{"labels": []}')), REPA, "it is not EDM's"),
     (made(write_repa, put("vae-sd/00000/more.npy", npy(moments()[0]))), REPA, "more' has no label"),
     # pairs; facebookresearch/DiT#13, chuanyangjin/fast-DiT#21
