@@ -68,7 +68,7 @@ def test_a_row_replaces_one_that_a_kill_has_cut_short_and_nothing_else(tmp_path,
 
 def test_a_process_gets_the_lock_of_a_folder_again_and_another_process_does_not(tmp_path):
     first = lock_folder(tmp_path, "mistake")
-    assert lock_folder(tmp_path, "mistake") is first  # as where a notebook resumes a run that it still refers to
+    assert lock_folder(tmp_path, "mistake") is first  # as where check_gpu.py resumes a run
 
     def live() -> None:
         FileLock(tmp_path / ".lock").acquire(timeout=0)
@@ -125,7 +125,7 @@ def test_nothing_is_written_to_a_locked_folder_that_was_moved_deleted_or_replace
         with pytest.raises(ValueError, match="run was moved, deleted or replaced while this command was writing there"):
             write()
     assert not (folder / "sub").exists() and read_rows(folder / "rows.jsonl") in ([], [{"a": 1}])
-    assert lock_folder(folder, "mistake") is lock and lock.is_locked  # as a notebook that starts again
+    assert lock_folder(folder, "mistake") is lock and lock.is_locked  # as another run of this process
     append_row(folder / "rows.jsonl", {"a": 3})
     lock.release()
     write_text(folder / "sub/x", "x")
