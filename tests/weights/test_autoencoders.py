@@ -287,7 +287,7 @@ def test_the_file_that_decodes_is_known_by_its_hash_also_where_it_is_the_default
     monkeypatch.setattr(autoencoders, "from_hub", lambda repo, *names, remedy: default)
     for name, file in {"sd_vae_ema": default / WEIGHTS, str(other): other / WEIGHTS,
                        "python:own_code.bright": ROOT / "tests/own_code.py"}.items():
-        record = image_sets.weights_record("ema", name, "fp32", [0], 1, checkpoint="x", step=1)
+        record = image_sets.weights_record(name, [0], 1)
         assert record["autoencoder_sha256"] == sha256(file)
     assert autoencoders.sha256_of("identity") is autoencoders.sha256_of("none") is None
     shutil.rmtree(other)
