@@ -133,7 +133,8 @@ def plain(value: object) -> object:
 TASKS = {  # of a second or two each; named by the command and what it does
     "train": (["steps=4", "log.every=2", "checkpoint.every=2", "checkpoint.keep_last=1", "checkpoint.keep_every=4",
                "samples.every=4", "samples.seeds=0-3", "samples.num_steps=1", "evaluate.every=4",
-               "evaluate.reference=images.npz", "evaluate.num_samples=4", "evaluate.num_steps=1", "run_dir="], dict(reached=last_step)),
+               "evaluate.reference=images.npz", "evaluate.num_samples=4", "evaluate.num_steps=1", "run_dir="],
+              dict(reached=last_step)),
     "prepare_latents": (["source=shapes", "shapes.count=60", "shard_size=16", "batch_size=8", "mirror=true", "out="],
                         dict(reached=shards_done)),
     "import_latents": (["shard_size=1", "out="], dict(reached=shards_done)),
