@@ -204,10 +204,9 @@ def test_classes_without_images_are_neither_scored_nor_shown(shapes, reference, 
         labels = np.load(file)
         np.save(file, np.where(labels == 2, 3, labels))
     with_new_hashes(data)
-    printed = trained(run, data, "steps=2", "data.num_classes=8", "samples.every=2", "samples.seeds=0-9",
-                      "samples.num_steps=2", "evaluate.every=2", f"evaluate.reference={pixel_reference}",
-                      "evaluate.num_samples=6", "evaluate.num_steps=2")
-    assert "3 of 8 classes have no training images (2, 6, 7). They are only sampled if they are named." in printed
+    trained(run, data, "steps=2", "data.num_classes=8", "samples.every=2", "samples.seeds=0-9", "samples.num_steps=2",
+            "evaluate.every=2", f"evaluate.reference={pixel_reference}", "evaluate.num_samples=6",
+            "evaluate.num_steps=2")
     here = [0, 1, 3, 4, 5]
     assert checkpoints.read_meta(checkpoints.latest(run))["data"]["classes"] == here
     assert checkpoints.read_meta(checkpoints.latest(reference))["data"]["classes"] is None
