@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from routed.nested import by_axis, leaves
+from routed.nested import by_axis, leaves, rebuilt
 from routed.networks import Blocks, argument_names, gathered, unwrapped
 
 OWN = frozenset(vars(nn.Module()))      # attributes that all modules have
@@ -178,7 +178,7 @@ def joined(outs: list[Any]) -> Any:
     if len(outs) == 1:
         return outs[0]
     if isinstance(outs[0], tuple | list):
-        return type(outs[0])(joined(list(parts)) for parts in zip(*outs, strict=True))
+        return rebuilt(outs[0], [joined(list(parts)) for parts in zip(*outs, strict=True)])
     return torch.cat(outs) if isinstance(outs[0], Tensor) else outs[0]
 
 
@@ -191,7 +191,4 @@ def tokens_in(output: Any, block: RouteBlock) -> Any:
 def replaced(output: Any, block: RouteBlock, x: Tensor) -> Any:
     """Returns what a block returns with other tokens."""
     out = block.spec.out
-    if not isinstance(output, tuple | list):
-        return x
-    parts = [*output[:out], x, *output[out + 1:]]
-    return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
+    return rebuilt(output, [*output[:out], x, *output[out + 1:]]) if isinstance(output, tuple | list) else x

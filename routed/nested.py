@@ -12,13 +12,17 @@ def is_record(value: Any) -> bool:
     return not isinstance(value, PLAIN_VALUES | type | Mapping) and is_dataclass(value)
 
 
+def rebuilt(value: Any, parts: list[Any]) -> Any:
+    """Returns a tuple, named tuple or list of the same class with other parts."""
+    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+
+
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     """Applies a function to a value, or to all values inside of tuples, lists, plain dicts and dataclasses."""
     if type(value) is dict:
         return {key: mapped(function, part) for key, part in value.items()}
     if isinstance(value, tuple | list):
-        parts = [mapped(function, part) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        return rebuilt(value, [mapped(function, part) for part in value])
     if is_record(value):
         return replace(value, **{part.name: mapped(function, getattr(value, part.name)) for part in fields(value)
                                  if part.init})
@@ -38,4 +42,4 @@ def by_axis(function: Callable[[Any, Any], Any], value: Any, axis: Any) -> Any:
     """Applies a function of a value and its axis to all values in an argument; see `Blocks.along`."""
     if not isinstance(axis, tuple) or value is None:
         return mapped(lambda part: function(part, axis), value)
-    return type(value)(by_axis(function, part, own) for part, own in zip(value, axis, strict=True))
+    return rebuilt(value, [by_axis(function, part, own) for part, own in zip(value, axis, strict=True)])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from routed.kept import Kept, RouteBlock, replaced, tokens_in
 from routed.modules import BACKWARD, is_compiled_in_place
-from routed.nested import PLAIN_VALUES, leaves
+from routed.nested import PLAIN_VALUES, leaves, rebuilt
 from routed.networks import pairs
 from routed.sealed import Sealed, misses_tokens, seal, unsealed
 from routed.trial import candidates, offer
@@ -117,7 +117,7 @@ class Pass:
         """Raises ValueError for tokens that change between two blocks of a route, or by a skip around one."""
         (before, returned), self.returned = self.returned, (None, None)
         if before is None or before.spec is not block.spec or block.spec.rejoins or not self.routing.options.probe \
-                or before.route is block.route is None:
+                or before.route is block.route is None or not isinstance(returned, Tensor):    # `leave` says why
             return
         is_same = x is returned or isinstance(given, Sealed) and given.after is before \
             and x.requires_grad == returned.requires_grad
@@ -209,7 +209,7 @@ class Pass:
             # an argument that a block returns has all its rows again
             reduced = [(part, kept.arguments[name]) for name, part in taken.items()
                        if name != block.tokens and part is not kept.arguments[name]]
-            output = type(output)([next((full for part, full in reduced if part is value), value) for value in output])
+            output = rebuilt(output, [next((full for old, full in reduced if old is part), part) for part in output])
         if block.ends or block.spec.rejoins:
             output = replaced(output, block, kept.rejoin(x, self.before_route[block.r]))
         if block.ends:                      # detached, because its graph refers to this pass

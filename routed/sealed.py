@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from routed.nested import leaves, mapped
+from routed.nested import leaves, mapped, rebuilt
 
 # What returns values of tokens, but no tensor.
 READS = {"item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__array__", "__bool__", "__contains__",
@@ -61,7 +61,7 @@ def unsealed(value: Any, run: Any = None, block: Any = None) -> Any:
     if isinstance(value, tuple):
         parts = [unsealed(part, run, block) for part in value]
         if any(part is not old for part, old in zip(parts, value, strict=True)):
-            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+            return rebuilt(value, parts)
     return value
 
 

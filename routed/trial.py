@@ -72,9 +72,10 @@ class Trials:
             return ""
         row, reason, failed = in_thread(lambda: measure(kept, call), kept.ids.device)
         if row is not None and not row.deviation <= row.tolerance:
+            advice = "" if reason is JOINT else (f" Cause: {cause(kept)}. If it depends on their order alone (causal "
+                                                 f"attention, scans), set ordered=True.")
             raise ValueError(f"{kept.block} {reason} by {row.deviation:.2g} of what it adds (tolerance "
-                             f"{row.tolerance:.1g}, {row.dtype}). Cause: {cause(kept)}. If it depends on their order "
-                             f"alone (causal attention, scans), set ordered=True.")
+                             f"{row.tolerance:.1g}, {row.dtype}).{advice}")
         self.rows[here] = row or (before + 1 if isinstance(before, int) else 1)
         self.sizes[here] = tuple(map(max, sizes, largest))
         if self.rows[here] == PATIENCE:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from routed import Route, routed
+from routed.nested import mapped
 from routing_module import resolve_routes
 
 BATCH, N = 3, 16
@@ -62,12 +63,6 @@ def streams(value: Any, n: int) -> list[Tensor]:
     return [stream for part in parts for stream in streams(part, n)]
 
 
-def replaced(value: Any, old: Tensor, new: Tensor) -> Any:
-    if isinstance(value, tuple | list):
-        return type(value)(replaced(part, old, new) for part in value)
-    return new if value is old else value
-
-
 @contextmanager
 def unseen(case: Case, routes: list[Route], ids_keep: list[Tensor]) -> Iterator[None]:
     """The dense network where no token sees those on a route, which behind it have the value they had before it."""
@@ -98,7 +93,7 @@ def unseen(case: Case, routes: list[Route], ids_keep: list[Tensor]) -> Iterator[
         back = x.masked_scatter(left[..., None], before[were].to(x.dtype))
         back = torch.where(case.places(keep, x.shape[1])[..., None], x, back)
         keep = None
-        return replaced(out, x, back)
+        return mapped(lambda part: back if part is x else part, out)
 
     for route, ids in zip(resolve_routes(routes, len(case.blocks)), ids_keep, strict=True):
         hooks.append(case.blocks[route.start_layer_idx].register_forward_pre_hook(

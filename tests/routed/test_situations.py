@@ -2,11 +2,13 @@
 
 import copy
 import re
+from collections import namedtuple
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+from diffusers.models.modeling_outputs import Transformer2DModelOutput as Output
 from oracle import BATCH, THREE, Case, N, assert_exact, randn, refused
 from small_networks import CODES, TABLE, D, X, by_name, lumina, made, through, two_streams, wan
 from torch import nn
@@ -15,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from routed import Blocks, Family, Route, Router, by_place, families, fewer, pairs, routed
 
+Pair = namedtuple("Pair", ["first", "second"])
 MIDDLE, PLACES = [Route(1, 2, 0.5)], torch.arange(N)
 PADDING = PLACES < torch.tensor([[N], [N - 3], [4]])
 
@@ -210,6 +213,8 @@ EXACT = {       # network, and its description
         made(lambda self, x, skip=None: self.attend(x if skip is None else x + skip), forward=long_skips, depth=5),
         dict(along={"skip": 1}, routes=[Route(1, 3, 0.5)])),
     "values of the first block": (made(with_value, forward=value_residual), dict(along={"value": 1})),
+    "named tuples": (made(lambda self, x, rope: Pair(self.attend(x, lambda q: q * rope.first), rope.second),
+                          with_table(lambda table: Pair(table, torch.ones(1)))), dict(along={"rope": (0, None)})),
     "order alone": (made(causal), dict(ordered=True)),
     "two streams": (by_name(), dict(blocks=None, routes=THREE, family=Family((
         Blocks("double_layers", tokens="x", text="c", out=1), Blocks("single_layers"))))),
@@ -290,8 +295,8 @@ REFUSED = {     # network, its description, and what the error says
     "tokens that are not routed": (
         made(lambda self, context, x: self.attend(x), lambda part, x: part(x=x, context=x[:, :4])), {},
         r"gets tokens \(\d, 2, 8\) and returns \(\d, 16, 8\)"),
-    "a dict as output": (made(lambda self, x: {"x": self.attend(x)}, lambda part, x: part(x)["x"]), {},
-                         r"gets tokens \(\d, 8, 8\) and returns dict"),
+    "an output of diffusers": (made(lambda self, x: Output(self.attend(x)), lambda part, x: part(x).sample),
+                               dict(routes=MIDDLE), r"tokens \(\d, 8, 8\) and returns Transformer2DModelOutput"),
     "tokens first": (made(lambda self, x: self.attend(x.transpose(0, 1)).transpose(0, 1),
                           forward=lambda net, x: through(net.blocks, x.transpose(0, 1))), {},
                      r"transpose tokens \(N, B, D\)|too few to route any"),
@@ -316,8 +321,8 @@ REFUSED = {     # network, its description, and what the error says
     "groups of blocks": (made(attention, make=lambda parts: nn.ModuleList([nn.ModuleList(parts)] * 2)), {},
                          "blocks.0 is a ModuleList, not a block"),
     "another order": (made(attention, forward=in_order(0, 2, 1, 3)), {}, "After block 0 came block 2"),
-    "blocks that are left out": (made(attention, forward=in_order(0, 1, 2)), {}, "After block 2 came the end"),
-    "no block": (made(attention, forward=in_order()), {}, "came the end: .* 4 blocks of Somebodys once.* Name a list"),
+    "blocks that are left out": (made(attention, forward=in_order(0, 1, 2)), {},
+                                 "After block 2 came the end: .* 4 blocks of Somebodys once.* Name a list"),
     "a pass that stops early, twice": (HIDDEN, dict(call=lambda case: [case.blocks[0](X) for _ in range(2)]),
                                        "After block 0 came the end"),
     "another network": (HIDDEN, dict(call=lambda case: None), "Somebodys was not called inside routed"),
@@ -331,8 +336,7 @@ REFUSED = {     # network, its description, and what the error says
     "an unknown network": (HIDDEN, dict(blocks=None), r"Somebodys of \S+ is not a known network \(docs/trainers.md\).*"
                            r"Lists of blocks: blocks \(4 of Block\)"),
     "a wrong path": (HIDDEN, dict(blocks="layers"), r"has no layers with several blocks.*: blocks \(4 of Block\)"),
-    "class tokens alone": (made(attention, forward=class_token_first), dict(keep=17),
-                           "17 of 17 tokens are never routed"),
+    "class tokens alone": (made(attention, forward=class_token_first), dict(keep=17), "17 of 17 tokens are never"),
     "a token at the end": (HIDDEN, dict(keep=-1), "keep=-1 must be a number of leading tokens"),
     "noise for another number of routes": (HIDDEN, dict(mask_noise=torch.rand(9, 2, N)), r"mask_noise is torch.float32 "
                                            r"\(9, 2, 16\), but it must be torch.float32 \(\d, 1, 16\)"),
