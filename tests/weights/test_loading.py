@@ -114,7 +114,7 @@ def test_an_uploaded_checkpoint_is_read_from_the_hub_by_its_name(here, monkeypat
     assert all(torch.equal(trained.net.state_dict()[key], value) for key, value in local.net.state_dict().items())
     before = sorted(snapshot.rglob("*"))
     run_command(sample.main, "sample.py", "checkpoint=me/x", "seeds=0", "num_steps=1", "cpu=true")
-    assert [path.name for path in here.glob("*.png")] == ["me-x-num_steps1-seeds0.png"]
+    assert len([*here.glob("x-ema-*.png")]) == 1
     assert sorted(snapshot.rglob("*")) == before
 
 
