@@ -176,7 +176,7 @@ def rewritten(change):
     (changed(latents_mean=[0.0] * 5), "latents_mean has 5 numbers and latents_std 0"),
     (changed(latents_mean=[0.0] * 5, latents_std=[1.0] * 5), "5 numbers each, but the latents have 4 channels"),
     (changed(latents_mean=[0.0] * 4, latents_std=[1.0, 0.0, 1.0, 1.0]), "are not all numbers above 0"),
-    (changed(scaling_factor=None), "config.json: scale=null: it must be set"),
+    (changed(scaling_factor=None), "config.json: scale=null: it"),
     (changed(norm_num_groups=3), "is not a file of weights that fit config.json"),
     (lambda folder: (folder / "config.json").unlink(), "nor a folder with config.json or vae/config.json"),
     (lambda folder: (folder / WEIGHTS).rename(folder / "weights.bin"), "holds no diffusion_pytorch_model.s.*No pickle"),
