@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 SD_VAE_SCALE = 0.18215  # Stable Diffusion 1 and 2; any other VAE's config.json has its own
-SAMPLES_ONLY = "AutoencoderDC"  # the diffusers class whose latents are values, not distributions
 PIXELS_AT_ONCE = 2**20  # the default number of pixels to decode at once: 16 images of 256x256
 
 
@@ -62,15 +61,6 @@ class Convention:
         present: dict[str, Any] = {key: tuple(record[key]) if isinstance(record[key], list) else record[key]
                                    for key in cls.__dataclass_fields__ if record.get(key) is not None}
         return cls(**present)
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any], name: str) -> "Convention":
-        """Reads the config of the diffusers autoencoder `name`; raises ValueError if it has no scale."""
-        if config["scaling_factor"] is None:
-            raise ValueError(f"autoencoder={name} has scaling_factor null in its config.json: set it to 1 / the "
-                             f"latents' standard deviation.")
-        return cls.read({"scale": config["scaling_factor"], "shift": config.get("shift_factor"),
-                         "latents_mean": config.get("latents_mean"), "latents_std": config.get("latents_std")})
 
     def record(self) -> dict[str, Any]:
         """Returns plain values for metadata.json and meta.json. Statistics and pixels are left out if default."""
@@ -132,7 +122,6 @@ class Autoencoder:
     downsample: int                         # image side divided by latent side
     convention: Convention
     device: torch.device | str
-    samples_only = True                     # whether encoding returns values without a distribution
     decode_batch_size: int | None = None    # images decoded at once; None for about PIXELS_AT_ONCE pixels
 
     @torch.no_grad()
@@ -177,29 +166,20 @@ class Identity(Autoencoder):
 
 
 class DiffusersAutoencoder(Autoencoder):
-    """A diffusers AutoencoderKL or AutoencoderDC for latents with `convention`.
-
-    Raises ValueError for statistics that do not fit the network.
-    """
+    """A diffusers AutoencoderKL for latents with `convention`; raises ValueError for statistics that do not fit it."""
 
     def __init__(self, name: str, vae: Any, device: torch.device | str, convention: Convention):
-        self.name, self.device, self.dtype = name, device, vae.dtype
-        self.samples_only = type(vae).__name__ == SAMPLES_ONLY
-        levels = vae.config.encoder_block_out_channels if self.samples_only else vae.config.block_out_channels
-        self.channels, self.downsample = vae.config.latent_channels, 2 ** (len(levels) - 1)
-        self.convention = convention
+        self.name, self.device, self.dtype, self.convention = name, device, vae.dtype, convention
+        self.channels, self.downsample = vae.config.latent_channels, 2 ** (len(vae.config.block_out_channels) - 1)
         self.convention.require(self.channels, f"autoencoder={name}")
         self.vae = vae.to(device).eval().requires_grad_(False)
         if torch.device(device).type == "cuda":  # a memory layout that tensor cores prefer
             vae.decoder.to(memory_format=torch.channels_last)
 
     def _encode(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        encoded = self.vae.encode(pixels.to(self.dtype))
-        if self.samples_only:
-            latents = self.convention.latent(encoded[0].float())
-            return latents, torch.zeros_like(latents)
         # parameters are [mean, logvar] before any clamp. They are cast to float32 so that exp() runs in float32.
-        mean, std = self.convention.moments(encoded.latent_dist.parameters.float()).chunk(2, dim=1)
+        parameters = self.vae.encode(pixels.to(self.dtype)).latent_dist.parameters.float()
+        mean, std = self.convention.moments(parameters).chunk(2, dim=1)
         return mean, std
 
     def _decode(self, z: torch.Tensor) -> torch.Tensor:

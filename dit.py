@@ -248,8 +248,8 @@ def infer_architecture(
     """Infers a DiT's constructor arguments from the shapes of its weights, for files without a config.
 
     The number of heads cannot be inferred from the shapes; the default is that of the published size with this width
-    and depth. The last label is the null label, unless `num_classes` or a table of one row shows that there is none.
-    Raises ValueError if the weights are not a DiT's, or if their size is not a published one and num_heads is None.
+    and depth, or None. The last label is the null label, unless `num_classes` or a table of one row shows that there is
+    none. Raises ValueError if the weights are not a DiT's.
     """
     block = next((name for name, kind in BLOCKS.items() if f"blocks.0.{kind.mark}" in state_dict), "dit")
     try:
@@ -264,13 +264,9 @@ def infer_architecture(
                          ) from None
     null_label = {} if num_labels > 1 and num_labels != num_classes else {"null_label": False}
     heads = {(size["hidden_size"], size["depth"]): size["num_heads"] for size in BLOCKS[block].models.values()}
-    num_heads = num_heads or heads.get((hidden_size, depth))
-    if num_heads is None:
-        raise ValueError(f"A DiT of width {hidden_size} and depth {depth} is none of the published sizes, so its "
-                         f"number of heads cannot be inferred: set num_heads=.")
     return dict(
         input_size=math.isqrt(num_tokens) * patch_size, patch_size=patch_size, in_channels=in_channels,
-        hidden_size=hidden_size, depth=depth, num_heads=num_heads,
+        hidden_size=hidden_size, depth=depth, num_heads=num_heads or heads.get((hidden_size, depth)),
         num_classes=num_labels if null_label else num_labels - 1, learn_sigma=out_channels == 2 * in_channels,
         block=block, qk_norm="blocks.0.attn.q_norm.weight" in state_dict, **null_label,
     )

@@ -3,7 +3,6 @@
 configs/import_weights.yaml shows the commands, docs/interop.md lists the formats, and weights/foreign.py reads them.
 """
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -40,18 +39,8 @@ def describe(foreign: Foreign, name: str) -> str:
     return ", ".join([
         f"{f'weights={key}' if key else 'its only weights'}{f' (not {others})' if others else ''}",
         f"read as {name} ({foreign.form.meaning})", f"{foreign.network['num_heads']} heads",
-        f"{foreign.network['num_classes']} classes{no_label}", f"decoded by {foreign.autoencoder}",
+        f"{foreign.network['num_classes']} classes{no_label}", f"decoded by {foreign.data['autoencoder']}",
         *(f"without {name}" for name in foreign.dropped)])
-
-
-def is_imported(out: Path, meta: dict[str, Any]) -> bool:
-    """Returns whether `out` holds this import already; raises ValueError if it holds anything else."""
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-        return False
-    if out.is_dir() and checkpoints.problem(out) is None and json.loads(json.dumps(meta)).items() <= (
-            checkpoints.read_meta(out).items()):
-        return True
-    raise ValueError(f"out={out} exists and does not hold this import: name another folder, or remove it.")
 
 
 @command("import_weights", ImportSettings)
@@ -60,34 +49,32 @@ def main(cfg: ImportSettings) -> None:
     out = Path(cfg.out)
     if cfg.format is None:
         raise ValueError(how_to_import(Path(cfg.source)))
-    if cfg.format != "ours" and cfg.diffusion:
-        raise ValueError("diffusion= is for format=ours: leave it out.")
-    file = find_file(Path(cfg.source))
+    if (cfg.format == "ours") != bool(cfg.diffusion):
+        raise ValueError("diffusion= is for format=ours, which needs it: set diffusion= as its run had it, or leave it "
+                         "out for another format.")
+    if out.exists():
+        raise ValueError(f"out={out} exists: name another folder, or remove it.")
+    diffusion, file = cfg.diffusion and diffusion_keywords(cfg.diffusion), find_file(Path(cfg.source))
     content = read_tensors(file)
     try:
         with as_recorded(file):
-            foreign = read(file, content, cfg.format, **{name: getattr(cfg, name) for name in SETTINGS},
-                           diffusion=cfg.diffusion and diffusion_keywords(cfg.diffusion))
+            foreign = read(file, content, cfg.format, **{name: getattr(cfg, name) for name in SETTINGS})
+            if foreign.missing:
+                raise ValueError(next(iter(foreign.missing.values())))
     except ValueError as error:
         raise ValueError(f"{file} cannot be imported with format={cfg.format}: {str(error).rstrip('.')}.") from error
     check_finite(foreign.state, file)
-    state, network = foreign.rewritten()
+    state, network = {key: value.float() for key, value in foreign.state.items()}, foreign.network
     record = {"file": file.name, "sha256": files.sha256(file), "format": cfg.format, "weights": foreign.weights or None,
               "num_heads": network["num_heads"], "dropped": foreign.dropped}
-    meta = {
-        "step": None, "network": network, "diffusion": foreign.form.diffusion or cfg.diffusion,
-        "null_label": network.get("null_label", True), "imported": record,
-        "data": {"autoencoder": foreign.autoencoder, "convention": foreign.convention.record(), "class_names": None,
-                 "display_names": foreign.display_names, "classes": None}}
-    line = f"{file}: {describe(foreign, cfg.format)}. {out}"
-    if is_imported(out, meta):
-        print(f"{line} holds it already: nothing to do.")
-        return
+    meta = {"step": None, "network": network, "diffusion": foreign.form.diffusion or diffusion,
+            "null_label": network.get("null_label", True), "imported": record, "data": foreign.data}
     needed = sum(4 * tensor.numel() for tensor in state.values())
     files.require_room(out, needed, "make room, or set out= to a folder on another disk.")
     checkpoints.save(out, {"ema": state}, meta)
     size = f"{needed / 1e9:.1f} GB" if needed >= 1e9 else f"{needed / 1e6:.3g} MB"
-    print(f"{line} takes {size}. next: python sample.py {typed('checkpoint', out)}")
+    print(f"{file}: {describe(foreign, cfg.format)}. {out} takes {size}. next: python sample.py "
+          f"{typed('checkpoint', out)}")
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ def decode_batch(source: ImageSource, indices: range, resolution: int) -> tuple[
 def encode_rows(autoencoder: Autoencoder, images: torch.Tensor) -> torch.Tensor:
     """Encodes uint8 images (b,H,W,3) to (b,C,h,w), or to the moments (b,2C,h,w) of a VAE."""
     mean, std = autoencoder.encode(images)
-    return mean if autoencoder.samples_only else torch.cat([mean, std], dim=1)
+    return mean if autoencoder.name == "identity" else torch.cat([mean, std], dim=1)
 
 
 def teach_rows(teacher: Teacher, images: torch.Tensor, precision: DType) -> torch.Tensor:
@@ -123,7 +123,7 @@ def main(cfg: PrepareSettings) -> None:
     state = join_ranks(False, cfg.tf32, {"precision": cfg.precision}, timeout=timedelta(days=7))
     out, resolution, autoencoder = Path(cfg.out), cfg.resolution, cfg.autoencoder
     assert resolution and autoencoder   # of `check_settings`
-    kind = "sample" if autoencoders.samples_only(autoencoder) else "moments"
+    kind = "sample" if autoencoder == "identity" else "moments"
     source = (open_shapes(cfg.shapes.count, cfg.shapes.seed, resolution) if cfg.source == "shapes" else
               open_source(cfg.source, cfg.labels, Columns(cfg.image_column, cfg.name_column, cfg.label_column)))
     state.print(f"{cfg.source}: {len(source):,} images, classes: {len(source.class_names)} "

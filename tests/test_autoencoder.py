@@ -32,6 +32,8 @@ def test_raw_latents_and_moments_are_scaled_as_the_vae_scales_them():
     z = torch.randn(2, 4, 3, 3)
     assert torch.equal(Convention(0.18215).latent(z), z * 0.18215)
     assert torch.equal(Convention(2.0, 1.0).latent(z), (z - 1) * 2)
+    pixels = torch.linspace(-0.5, 1.5, 48).view(1, 3, 4, 4)
+    assert torch.equal(Convention(pixels=(0, 1)).images(pixels), pixels_to_images(pixels * 2 - 1))  # EDM2's
     for pixels in ([1], [1, 0], [0, 1, 2], [0, float("inf")]):
         with pytest.raises(ValueError, match=r"pixels=.* is not a range"):
             Convention.read({"pixels": pixels})

@@ -29,7 +29,7 @@ def sampled(trained, name, guidance):
 
 def test_the_folder_is_a_checkpoint_of_four_megabytes_with_its_recipe_and_the_licences_of_the_images(trained):
     assert sum(file.stat().st_size for file in EXAMPLE.iterdir() if file.suffix != ".png") <= 4_000_000
-    assert trained.checkpoint.file == EXAMPLE / "ema.safetensors" and trained.step == 20_000
+    assert trained.checkpoint.file == EXAMPLE / "ema.safetensors" and trained.checkpoint.record.step == 20_000
     assert trained.recorded["network"]["routes"] == [
         {"start_layer_idx": 2, "end_layer_idx": -4, "selection_ratio": 0.5}]
     card = (EXAMPLE / "README.md").read_text(encoding="utf-8")

@@ -127,8 +127,7 @@ TYPED = {
         ("autoencoder=null", "set autoencoder="),
         ("autoencoder=vqgan", "vqgan"), ("weights=best", "it has no weights=best: set weights=ema"),
         ("diffusion=edm", "is for format=ours"), ("format=ours", "set diffusion="),
-        ("out=latents", "out=latents exists and does not hold this import"), ("out=four", "out=four exists"),
-        ("out=images.npz", "out=images.npz exists"), ("out=run", "out=run exists"),
+        ("out=latents", "out=latents exists: name another folder"), ("out=images.npz", "out=images.npz exists"),
     ],
     "benchmark": [
         ("variants=[dit,sit]", "variants"), ("precision=fp8", "set precision=bf16"),

@@ -100,7 +100,7 @@ def write_run(folder: Path, network: dict, step: int = 1, diffusion: dict | None
     torch.manual_seed(step)
     state = build_network(network).state_dict()
     meta = {"step": step, "network": network, "diffusion": diffusion or {"name": "edm"}, "null_label": True,
-            "sound": True, "planned": True,
+            "sound": True,
             "data": {"autoencoder": "identity", "convention": {"scale": 1.0, "shift": 0.0}, "class_names": None,
                      "display_names": None, "classes": None} | data}
     checkpoints.save(checkpoints.step_folder(folder, step), {"ema": state, "model": state}, meta)

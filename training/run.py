@@ -34,7 +34,7 @@ from training.settings import SamplesSettings, SizedSettings, TrainSettings, siz
 from weights import autoencoders
 from weights import checkpoint as checkpoints
 from weights.averages import names_of
-from weights.loading import find_on_main_rank, latest_checkpoint
+from weights.loading import find_on_main_rank
 from weights.records import build_diffusion, build_network, build_schedule
 
 GRID_CLASSES = 10  # a grid shows at most this many classes unless some are named
@@ -224,7 +224,7 @@ def make_run(cfg: TrainSettings, accelerator: Accelerator) -> Run:
     if cfg.precision == "fp8":
         speed.check_float8(accelerator.device)
     if cfg.init_from is not None:
-        latest = ranks.from_main(accelerator, partial(latest_checkpoint, Path(cfg.run_dir)))
+        latest = ranks.from_main(accelerator, partial(checkpoints.read_latest, Path(cfg.run_dir)))
         cfg = sized_like(cfg, latest[1]["network"] if latest else
                          find_on_main_rank(accelerator, cfg.init_from).record.network)
     latents = open_data(cfg, accelerator)

@@ -22,7 +22,7 @@ from training.optimizers import load_optimizer, optimizer_tensors
 from training.run import Run
 from training.settings import ONLY_AT_START, WITHOUT_EFFECT
 from weights import checkpoint as checkpoints
-from weights.loading import Trained, find_on_main_rank, latest_checkpoint, load_trained, other_data
+from weights.loading import Trained, find_on_main_rank, load_trained, other_data
 from weights.records import architecture, diffusion_class, diffusion_keywords
 
 MAX_SKIPPED = 100   # steps in a row without a finite gradient, which stop a run
@@ -133,7 +133,7 @@ def resume(run: Run) -> Meta | None:
     Returns what the checkpoint's meta.json holds. Raises ValueError if the run cannot resume.
     """
     run.run_id = f"{run.folder.name}-{time.time_ns():x}"
-    latest, meta = ranks.from_main(run.accelerator, partial(latest_checkpoint, run.folder)), None
+    latest, meta = ranks.from_main(run.accelerator, partial(checkpoints.read_latest, run.folder)), None
     if latest is not None:
         folder, meta = latest
         with as_recorded(folder):
@@ -154,7 +154,7 @@ def begin(run: Run) -> None:
         names = None if run.cfg.new_label_table else data["class_names"]
         for difference in other_data(parent, names, Convention.read(data["convention"])):
             run.accelerator.print(f"init_from={run.cfg.init_from}: {difference}. The network has to learn that anew.")
-        run.record["parent"] = {"step": parent.step, "weights_sha256": parent.checkpoint.sha256}
+        run.record["parent"] = {"step": parent.checkpoint.record.step, "weights_sha256": parent.checkpoint.sha256}
         run.record["null_label"] |= parent.net.null_label and not run.cfg.new_label_table
         for net in (run.model, *run.averages.values()):
             sharding.copy_into(net.state_dict(), parent.net.state_dict())
@@ -223,8 +223,7 @@ def save(run: Run) -> None:
     meta = {"step": run.step, "images": run.images, "elapsed_s": run.elapsed, "run_id": run.run_id,
             "lowest_loss": run.lowest_loss if math.isfinite(run.lowest_loss) else None,
             "scaler": accelerator.scaler and accelerator.scaler.state_dict(),
-            "sound": not run.is_diverging(total), "planned": run.step % cfg.checkpoint.every == 0,
-            **run.record, "torch": torch.__version__}
+            "sound": not run.is_diverging(total), **run.record, "torch": torch.__version__}
     tensors = {**{name: net.state_dict() for name, net in run.averages.items()},
                "model": run.model.state_dict(), "training": training}
     with sharding.gathering(tensors.values(), keep=accelerator.is_main_process) as complete:

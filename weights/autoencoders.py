@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 
-from autoencoder import SAMPLES_ONLY, SD_VAE_SCALE, Autoencoder, Convention, DiffusersAutoencoder, Identity, OwnDecoder
+from autoencoder import SD_VAE_SCALE, Autoencoder, Convention, DiffusersAutoencoder, Identity, OwnDecoder
 from runtime.files import refuse_pointer, sha256
-from runtime.schema import read_json, typed
+from runtime.schema import ConventionRecord, read, read_json, typed
 from runtime.untrusted import reading
 from weights.reading import PYTHON, from_hub, how_to_download, load_function, read_tensors
 
 HUB_NAMES = {"sd_vae_ema": "stabilityai/sd-vae-ft-ema", "sd_vae_mse": "stabilityai/sd-vae-ft-mse"}
-CLASSES = {"AutoencoderKL": SD_VAE_SCALE, "AutoencoderDC": 1.0}  # diffusers' classes: the scale of an older config
 NONE = "none"           # the name for latents that only their owner can decode
 WEIGHTS = "diffusion_pytorch_model"  # what diffusers calls the file, with a variant as in WEIGHTS.fp16.safetensors
 STATISTICS = "latents_stats.pt"  # written by LightningDiT: the mean and standard deviation of each channel
@@ -93,13 +92,6 @@ def sha256_of(name: str) -> str | None:
         return None
 
 
-def samples_only(name: str) -> bool:
-    """True if an autoencoder encodes to values without a distribution. Reads its config, not its weights."""
-    if name in (*HUB_NAMES, NONE) or runs_code(name) or Path(name).is_file():
-        return False
-    return name == "identity" or _read_config(find_folder(name))["_class_name"] == SAMPLES_ONLY
-
-
 def own_convention(name: str) -> Convention | None:
     """Returns an autoencoder's published convention without its weights, or None for a decoder that is code."""
     if name == "identity":
@@ -108,31 +100,39 @@ def own_convention(name: str) -> Convention | None:
         return Convention(SD_VAE_SCALE)
     if name == NONE or runs_code(name):
         return None
-    folder = find_folder(name)
-    if Path(name).is_file() and (statistics := folder / STATISTICS).is_file():
+    file = find_weights(name)
+    if Path(name).is_file() and (statistics := file.with_name(STATISTICS)).is_file():
         return read_statistics(statistics)
-    if not (beside := folder / "config.json").is_file():
+    if not (beside := file.with_name("config.json")).is_file():
         scale = json.dumps({"_class_name": "AutoencoderKL", "scaling_factor": SD_VAE_SCALE})
         raise ValueError(f"autoencoder={name} does not record how its latents are scaled: put its {STATISTICS} next to "
                          f"it, or type its scale, which is {SD_VAE_SCALE} for Stable Diffusion 1 and 2 and 0.13025 for "
                          f"SDXL, as in: echo '{scale}' > {shlex.quote(str(beside))}")
-    return Convention.from_config(_read_config(folder), name)
+    config = _read_config(file)
+    record = {**config, "scale": config["scaling_factor"], "shift": config.get("shift_factor") or 0.0}
+    return Convention.read(read(ConventionRecord, record, f"{beside}: ").model_dump())
 
 
 # ---- its file -------------------------------------------------------------------------------------------------------
 
 
 def find_weights(name: str) -> Path:
-    """Finds the weights that a name means: a file, or the one in a folder; those of HUB_NAMES are downloaded once.
+    """Finds the weights that a name means: a file, or the one in a folder, or in vae/ of a pipeline's folder.
 
-    Raises ValueError for a name that is neither, and for a folder without weights, or with several variants alone.
+    Those of HUB_NAMES are downloaded once. Raises ValueError for a name that is none of these, and for a folder without
+    weights, or with several variants alone.
     """
     usual = f"{WEIGHTS}.safetensors"
     if repo := HUB_NAMES.get(name):
         return from_hub(repo, "config.json", usual, remedy=how_to_download(repo, "config.json", usual)) / usual
     if Path(name).is_file():
         return Path(name)
-    folder = find_folder(name)
+    configs = [config for config in (Path(name, "config.json"), Path(name, "vae/config.json")) if config.is_file()]
+    if not configs:
+        names = ", ".join(["identity", *HUB_NAMES])
+        raise ValueError(f"autoencoder={name} is neither one of {names} nor a file of weights, nor a folder with "
+                         f"config.json or vae/config.json.{how_to_download(name, 'vae/*', 'config.json', usual)}")
+    folder = configs[0].parent
     files = [path.name for path in folder.glob(f"{WEIGHTS}*.safetensors")]
     if usual not in files and len(files) != 1:
         found = " and ".join(sorted(files)) or f"no {usual}"
@@ -141,43 +141,24 @@ def find_weights(name: str) -> Path:
     return folder / (usual if usual in files else files[0])
 
 
-def find_folder(name: str) -> Path:
-    """Finds the folder of an autoencoder's file, or of its config.json; of a pipeline's folder it is vae/.
-
-    Raises ValueError for any other name.
-    """
-    place = Path(name)
-    if place.is_file():
-        return place.parent
-    for folder in (place, place / "vae"):
-        if (folder / "config.json").is_file():
-            return folder
-    if place.is_dir():
-        raise ValueError(f"autoencoder={name} has neither config.json nor vae/config.json, as diffusers saves them: "
-                         f"name such a folder, or a file of weights.")
-    names = ", ".join(["identity", *HUB_NAMES])
-    raise ValueError(f"autoencoder={name} is neither one of {names} nor a local folder or "
-                     f"file.{how_to_download(name, 'vae/*', 'config.json', f'{WEIGHTS}.safetensors')}")
-
-
 # ---- diffusers ------------------------------------------------------------------------------------------------------
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    """Reads config.json of a diffusers folder. Raises ValueError if its class is not one of CLASSES."""
-    config = read_json(folder / "config.json")
-    if config.get("_class_name") not in CLASSES:  # no other name is ever looked up in diffusers
-        raise ValueError(f"{folder} has the class {config.get('_class_name')}, but only {', '.join(CLASSES)} can be "
-                         f"read: set autoencoder= to another.")
-    return {"scaling_factor": CLASSES[config["_class_name"]], **config}
+def _read_config(file: Path) -> dict[str, Any]:
+    """Reads the config.json beside a file of weights. Raises ValueError if it is not an AutoencoderKL's."""
+    config = read_json(file.with_name("config.json"))
+    if config.get("_class_name") != "AutoencoderKL":
+        raise ValueError(f"{file.parent} has the class {config.get('_class_name')}, but only AutoencoderKL can be "
+                         f"read: set autoencoder= to another, or to a decoder of your own.")
+    return {"scaling_factor": SD_VAE_SCALE, **config}  # an older config lacks it
 
 
 def _from_folder(file: Path, dtype: torch.dtype) -> torch.nn.Module:
-    import diffusers  # slow: takes seconds
+    from diffusers import AutoencoderKL  # slow: takes seconds
 
-    network = getattr(diffusers, _read_config(file.parent)["_class_name"])
+    _read_config(file)
     with reading(file, "a file of weights that fit config.json beside it", "copy both again"):
-        vae, report = network.from_pretrained(
+        vae, report = AutoencoderKL.from_pretrained(
             file.parent, use_safetensors=True, torch_dtype=dtype, local_files_only=True, output_loading_info=True,
             variant=file.name.removeprefix(WEIGHTS).removesuffix(".safetensors").removeprefix(".") or None)
         if lacking := report["missing_keys"]:  # diffusers only warns, and leaves them random

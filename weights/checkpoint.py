@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from runtime.files import atomic_write, inside, record_sha256, remove, sha256
+from runtime.files import atomic_write, record_sha256, remove, sha256
 from runtime.schema import read_json, read_record
 from weights.records import CheckpointRecord
 
@@ -36,19 +36,6 @@ def is_step(folder: Path) -> bool:
 
 def step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
-
-
-def run_of(folder: Path) -> Path | None:
-    """Returns the run that a checkpoint belongs to, if any."""
-    return folder.parent.parent if folder.parent.name == "checkpoints" else None
-
-
-def file_of(folder: Path, name: str) -> Path:
-    """Returns a file of a checkpoint; raises ValueError for a name that leads out of it, or a link out of its run."""
-    if Path(name).is_absolute() or ".." in Path(name).parts:
-        raise ValueError(f"meta.json names {name[:100]!r}, which is not a file of the folder")
-    run = run_of(folder)
-    return folder / name if run is None else inside(run, "checkpoints", folder.name, name)
 
 
 def all_steps(run: Path) -> list[Path]:
@@ -77,7 +64,7 @@ class Checkpoint:
     @property
     def run(self) -> Path | None:
         """The run that the checkpoint belongs to, if any."""
-        return run_of(self.folder)
+        return self.folder.parent.parent if self.folder.parent.name == "checkpoints" else None
 
     @cached_property
     def record(self) -> CheckpointRecord:
@@ -88,7 +75,7 @@ class Checkpoint:
     @property
     def source(self) -> dict[str, Any]:
         """The fields of results that say which weights these are."""
-        imported = {"imported": self.record.imported.model_dump()} if self.record.imported else {}
+        imported = {"imported": self.record.imported} if self.record.imported else {}
         return {"checkpoint": str(self.folder), "step": self.record.step, "weights_sha256": self.sha256, **imported}
 
 
@@ -113,10 +100,8 @@ def save(
     """Writes `tensors[name]` to `folder/name.safetensors` and `meta` to `meta.json`, all or nothing.
 
     If tensors are sharded, `complete` yields the gathered ones of each file in turn. Raises OSError with the space
-    needed and the space left. An existing complete checkpoint is not written again.
+    needed and the space left.
     """
-    if folder.is_dir() and problem(folder) is None:
-        return
     files = zip(tensors, tensors.values() if complete is None else complete, strict=True)
     try:
         with atomic_write(folder) as partial:
@@ -147,10 +132,10 @@ def write_meta(folder: Path, meta: dict[str, Any]) -> None:
 
 def check(folder: Path, names: tuple[str, ...] | None = None) -> dict[str, Any]:
     """Reads a checkpoint's meta.json; raises ValueError unless the checkpoint, or its files `names`, are complete."""
-    file_of(folder, "meta.json")
     try:
         meta = read_meta(folder)
-        files = {file_of(folder, name): (record["bytes"], record["sha256"]) for name, record in meta["files"].items()}
+        files = {folder / Path(name).name: (record["bytes"], record["sha256"])
+                 for name, record in meta["files"].items() if names is None or name in names}
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"meta.json is missing or unreadable ({error})") from None
     content = {key: value for key, value in meta.items() if key != "sha256"}
@@ -159,10 +144,10 @@ def check(folder: Path, names: tuple[str, ...] | None = None) -> dict[str, Any]:
     if is_step(folder) and meta.get("step") != step_of(folder):
         raise ValueError(f"meta.json is for step {meta.get('step')}")
     for path, (size, digest) in files.items():
-        is_needed, is_intact = names is None or path.name in names, False
-        with contextlib.suppress(OSError):  # raised for a name that no file system allows
-            is_intact = is_needed and path.is_file() and path.stat().st_size == size and sha256(path) == digest
-        if is_needed and not is_intact:
+        is_intact = False
+        with contextlib.suppress(OSError):  # the run may delete it meanwhile
+            is_intact = path.is_file() and path.stat().st_size == size and sha256(path) == digest
+        if not is_intact:
             raise ValueError(f"{path.name[:100]} is missing, or not what was written: its size or SHA-256 differs")
     return meta
 
@@ -176,17 +161,12 @@ def problem(folder: Path) -> str | None:
     return None
 
 
-def says(folder: Path, name: str, damaged: bool) -> bool:
-    """Returns what meta.json records under this name, or `damaged` where it cannot be read."""
-    try:
-        return read_meta(folder)[name]
-    except (OSError, LookupError, ValueError):
-        return damaged
-
-
 def is_sound(folder: Path) -> bool:
     """True if training went well when a checkpoint was saved; False for a damaged one."""
-    return says(folder, "sound", damaged=False)
+    try:
+        return read_meta(folder)["sound"]
+    except (OSError, LookupError, ValueError):
+        return False
 
 
 def last_sound(run: Path, before: int) -> Path | None:
@@ -196,18 +176,23 @@ def last_sound(run: Path, before: int) -> Path | None:
 
 
 def read_latest(run: Path, names: tuple[str, ...] | None = None) -> tuple[Path, dict[str, Any]] | None:
-    """Finds a run's newest complete checkpoint and reads its meta.json; warns of each damaged one that is newer."""
-    pruned = False
-    for folder in reversed(all_steps(run)):
+    """Finds a run's newest complete checkpoint and reads its meta.json; warns of each damaged one that is newer.
+
+    Returns None for a run without checkpoints; raises ValueError where all of them are damaged.
+    """
+    folders = all_steps(run)
+    for folder in reversed(folders):
         try:
             return folder, check(folder, names)
         except ValueError as why:
-            if os.path.lexists(folder):  # true for a broken link, too
-                reason = str(why).rstrip(".")
-                warnings.warn(f"The checkpoint {folder} is damaged and is skipped: {reason}.", stacklevel=2)
-            else:
-                pruned = True
-    return read_latest(run, names) if pruned else None  # the run deleted one, so it has a newer one
+            if not os.path.lexists(folder):  # the run deleted it, so it has a newer one
+                return read_latest(run, names)
+            reason = str(why).rstrip(".")
+            warnings.warn(f"The checkpoint {folder} is damaged and is skipped: {reason}.", stacklevel=2)
+    if folders:
+        raise ValueError(f"None of the checkpoints in {run / 'checkpoints'} is complete; see the warnings. Restore "
+                         f"one, or move the folder away to start from the beginning.")
+    return None
 
 
 def latest(run: Path) -> Path | None:
@@ -230,21 +215,18 @@ def load(folder: Path, name: str) -> dict[str, Tensor]:
 
 
 def prune(run: Path, step: int, keep_last: int, keep_every: int) -> None:
-    """Deletes checkpoints up to `step`, except the newest `keep_last` and those that `keep_every` keeps.
+    """Deletes checkpoints up to `step` and what killed saves have left; only while this process has locked the run.
 
-    These are the first at or after each of its multiples (0: none). The newest `keep_last` sound checkpoints are kept,
-    too. A checkpoint that was saved because the run was stopped counts only if it is at `step`. So a stopped run ends
-    with the same checkpoints as an uninterrupted one. Also deletes leftovers of killed saves, so only the process that
-    has locked the run may call it.
+    It keeps the newest `keep_last`, the newest `keep_last` that are sound, and for each multiple of `keep_every` (0:
+    none) the first one at or after it.
     """
     for left in (run / "checkpoints").glob(".step-*.tmp"):
         remove(left)
     folders = [folder for folder in all_steps(run) if step_of(folder) <= step]
-    counted = [folder for folder in folders if step_of(folder) == step or says(folder, "planned", damaged=True)]
-    sound = [folder for folder in counted if is_sound(folder)]
-    first = {step_of(folder) // keep_every: folder for folder in reversed(counted)} if keep_every else {}
-    regular = [folder for multiple, folder in first.items() if multiple]
-    for folder in {*folders} - {*counted[-keep_last:], *sound[-keep_last:], *regular}:
+    sound = [folder for folder in folders if is_sound(folder)]
+    first = {step_of(folder) // keep_every: folder for folder in reversed(folders)} if keep_every else {}
+    first.pop(0, None)
+    for folder in {*folders} - {*folders[-keep_last:], *sound[-keep_last:], *first.values()}:
         # Renamed first, so that a kill in the middle leaves no half checkpoint under a valid name.
         doomed = folder.with_name(f".{folder.name}.tmp")
         os.rename(folder, doomed)

@@ -66,19 +66,14 @@ FORMATS: dict[FormatName, Format] = {
                    outputs=(1, 2), autoencoder=None),
 }
 READ_SETTINGS = {name for form in FORMATS.values() for name in form.settings}
-
-
-class Untyped(ValueError):
-    """A setting must be typed: how a command shows it, and a value with which the rest of the file can be read."""
-
-    def __init__(self, setting: str, shown: str, stand_in: object, message: str):
-        super().__init__(message)
-        self.setting, self.shown, self.stand_in = setting, shown, stand_in
+TO_TYPE = {"weights": "<its key>", "num_heads": "<heads>", "diffusion": f"<{'|'.join(DIFFUSIONS)}>",
+           "autoencoder": "<what decodes its latents, or none>"}  # as a command shows what must be typed
 
 
 # ---- which network of a file ----------------------------------------------------------------------------------------
 
 FIRST_LAYERS = ("x_embedder.proj.weight", "pos_embed.proj.weight")  # of a DiT, and of diffusers' DiT
+LAST_LAYER = ("final_layer.linear.weight", "final_layer.linear.bias")
 OF_LATENTS = ("bn.running_mean", "bn.running_var")  # REPA-E's
 OTHER_NAMES = "its tensors have other names than this format's"
 MOST_POSITIONS = 2**25  # numbers in a position embedding: 29,000 tokens of XL/2, for images of 2,700 pixels
@@ -90,14 +85,11 @@ BESIDE = re.compile(r"(projectors|vae|first_stage_model|model_ema)\.|"
 
 def find_file(source: Path) -> Path:
     """Finds the weights file of a path, a folder or diffusers' pipeline; raises ValueError for none or several."""
-    if source.is_file():
-        return source
     place = source / "transformer" if (source / "model_index.json").is_file() else source
-    found = sorted(file for folder in (place, place / "checkpoints") for file in folder.glob("*")
-                   if file.suffix in SUFFIXES)
+    found = [place] if place.is_file() else sorted(file for file in place.glob("*") if file.suffix in SUFFIXES)
     if len(found) != 1:
-        why = (f"does not exist (looked from {Path.cwd()})" if not source.exists() else
-               f"holds {len(found) or 'no'} weights files ({', '.join(SUFFIXES)}): name one, or join its shards")
+        why = (f"holds {len(found) or 'no'} weights files ({', '.join(SUFFIXES)}): name one, or join its shards"
+               if place.is_dir() else f"does not exist (looked from {Path.cwd()})")
         raise ValueError(f"{place} {why}.")
     return found[0]
 
@@ -128,32 +120,27 @@ def networks_in(content: Any) -> dict[str, dict[str, Tensor]]:
 def choose(
     networks: Mapping[str, Mapping[str, Tensor]], content: Mapping[str, Any], pair: tuple[str, str] | None,
     weights: str | None,
-) -> str:
+) -> tuple[str, str | None]:
     """Returns the name of the network that `weights` means, or of the average in a format's `pair`.
 
-    Raises ValueError where that is none, or one of several.
+    The second value says why `weights` must be typed, if so. Raises ValueError where it means none, or one of several.
     """
-    names = [name for name in networks if name]
-    choices = " or ".join(f"weights={name}" for name in names)
+    choices = " or ".join(f"weights={name}" for name in networks if name)
     if weights is not None:
         chosen = [name for name in networks if f"{name}.".startswith(f"{weights}.")]
         if len(chosen) != 1:
             raise ValueError(f"it has no weights={weights}: {f'set {choices}' if choices else 'leave weights= out'}")
-        return chosen[0]
+        return chosen[0], None
     by_key = {name.partition(".")[0]: name for name in networks}
     if len(networks) == 2 and pair and by_key.keys() == {*pair}:
-        return by_key[pair[0]]
+        return by_key[pair[0]], None
     first = next(iter(networks))
     unread = [key for key in ("ema", "ema_state_dict") if content.get(key) and key not in by_key]
     unread += [key for key in networks[first] if key.startswith("model_ema.")]  # LitEma's, whose names lack their dots
-    if len(networks) > 1 or unread:
-        what = f"an average, {unread[0]}, that is no state dict" if unread else "several networks"
-        raise Untyped("weights", f"<{' or '.join(names)}>", first,
-                      f"it holds {what}: set {choices}, or save one network by itself where it was made")
-    return first
-
-
-# ---- settings in a file ---------------------------------------------------------------------------------------------
+    if len(networks) == 1 and not unread:
+        return first, None
+    what = f"an average, {unread[0]}, that is no state dict" if unread else "several networks"
+    return first, f"it holds {what}: set {choices}, or save one network by itself where it was made"
 
 
 def check_settings(found: Values, form: Format) -> None:
@@ -168,6 +155,14 @@ def check_settings(found: Values, form: Format) -> None:
 
 # ---- diffusers ------------------------------------------------------------------------------------------------------
 
+DIFFUSERS_NAMES = (  # each block has a copy of the embedders
+    (r"^transformer_blocks\.\d+\.norm1\.emb\.timestep_embedder\.linear_1", "t_embedder.mlp.0"),
+    (r"^transformer_blocks\.\d+\.norm1\.emb\.timestep_embedder\.linear_2", "t_embedder.mlp.2"),
+    (r"^transformer_blocks\.\d+\.norm1\.emb\.class_embedder", "y_embedder"), (r"^transformer_blocks", "blocks"),
+    (r"\.norm1\.linear", ".adaLN_modulation.1"), (r"\.attn1\.to_out\.0", ".attn.proj"), (r"\.attn1\.", ".attn."),
+    (r"\.ff\.net\.0\.proj", ".mlp.fc1"), (r"\.ff\.net\.2", ".mlp.fc2"), (r"^pos_embed\.proj", "x_embedder.proj"),
+    (r"^proj_out_1", "final_layer.adaLN_modulation.1"), (r"^proj_out_2", "final_layer.linear"))
+
 
 def diffusers_configs(file: Path) -> list[dict[str, Any]]:
     """Reads the configs that diffusers saves beside a transformer's weights: its own, and those of a pipeline."""
@@ -181,89 +176,56 @@ def diffusers_configs(file: Path) -> list[dict[str, Any]]:
     return [read_json(config), read_json(index), read_json(index.with_name("scheduler") / "scheduler_config.json")]
 
 
-def diffusers_names(depth: int) -> dict[str, list[str]]:
-    """Maps each of our tensors to diffusers': one, the thirds of a qkv, or a copy in each block."""
-    blocks = [f"transformer_blocks.{i}" for i in range(depth)]
-    layers = {"x_embedder.proj": ["pos_embed.proj"], "final_layer.adaLN_modulation.1": ["proj_out_1"],
-              "final_layer.linear": ["proj_out_2"]}
-    for i, name in ((0, "linear_1"), (2, "linear_2")):
-        layers[f"t_embedder.mlp.{i}"] = [f"{block}.norm1.emb.timestep_embedder.{name}" for block in blocks]
-    for i, block in enumerate(blocks):
-        layers |= {f"blocks.{i}.adaLN_modulation.1": [f"{block}.norm1.linear"],
-                   f"blocks.{i}.attn.qkv": [f"{block}.attn1.to_{part}" for part in "qkv"],
-                   f"blocks.{i}.attn.proj": [f"{block}.attn1.to_out.0"],
-                   f"blocks.{i}.mlp.fc1": [f"{block}.ff.net.0.proj"], f"blocks.{i}.mlp.fc2": [f"{block}.ff.net.2"]}
-    table = [f"{block}.norm1.emb.class_embedder.embedding_table.weight" for block in blocks]
-    return {"y_embedder.embedding_table.weight": table,
-            **{f"{ours}.{kind}": [f"{name}.{kind}" for name in names]
-               for ours, names in layers.items() for kind in ("weight", "bias")}}
-
-
-def from_diffusers(state: Mapping[str, Tensor], side: int) -> dict[str, Tensor]:
+def from_diffusers(theirs: Mapping[str, Tensor], side: int) -> dict[str, Tensor]:
     """Renames the tensors of diffusers' DiT for latents of `side` to ours, and adds the positions.
 
-    Raises ValueError for a tensor too many or too few, and if blocks' copies of an embedder differ.
+    Raises ValueError if blocks' copies of an embedder differ.
     """
-    names = diffusers_names(depth_of(state, "transformer_blocks"))
-    if odd := sorted({*state} ^ {name for copies in names.values() for name in copies}):
-        raise ValueError(f"it {'has' if odd[0] in state else 'lacks'} the tensor {odd[0]}, unlike diffusers' DiT")
-    for name, first in ((name, copies[0]) for ours, copies in names.items() if ".qkv." not in ours for name in copies):
-        if not torch.equal(state[name], state[first]):
-            raise ValueError(f"{name} differs from {first}, but a DiT has one embedder for all blocks")
-    width, _, _, patch = state["pos_embed.proj.weight"].shape
+    state: dict[str, Tensor] = {}
+    for key, value in theirs.items():
+        name = key
+        for pattern, ours in DIFFUSERS_NAMES:
+            name = re.sub(pattern, ours, name)
+        if name in state and not torch.equal(state[name], value):
+            raise ValueError(f"{key} differs from another block's, but a DiT has one embedder for all blocks")
+        state[name] = value
+    for i in range(depth_of(state, "blocks")):
+        for kind in ("weight", "bias"):
+            parts = [state.pop(f"blocks.{i}.attn.to_{part}.{kind}") for part in "qkv"]
+            state[f"blocks.{i}.attn.qkv.{kind}"] = torch.cat(parts)
+    width, _, _, patch = state["x_embedder.proj.weight"].shape
     if (grid := side // patch) ** 2 * width > MOST_POSITIONS:
         raise ValueError(f"config.json has sample_size={side}, so latents would have {grid**2:,} tokens: correct it")
-    return {"pos_embed": sincos_2d(width, grid),
-            **{ours: torch.cat([state[name] for name in copies]) if ".qkv." in ours else state[copies[0]]
-               for ours, copies in names.items()}}
+    return state | {"pos_embed": sincos_2d(width, grid)}
 
 
 # ---- under our names ------------------------------------------------------------------------------------------------
 
 
-def continued(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Renames REPA's older blocks, which count from 0 again after `encoder_depth`, to ours."""
-    first = len({key.split(".")[1] for key in state if key.startswith("blocks.")})
-    return {re.sub(r"^decoder_blocks\.(\d+)", lambda found: f"blocks.{int(found[1]) + first}", key): value
-            for key, value in state.items()}
-
-
-def count_classes(rows: int, typed: int | None, found: list[Any]) -> int | None:
-    """Returns the number of classes that is typed or in a file, if any; raises ValueError if the table has others."""
-    said = {typed} if typed else {value for value in found if isinstance(value, int)}
-    if odd := [count for count in said if rows not in (count, count + 1)]:
-        raise ValueError(f"num_classes={odd[0]} does not fit its label table of {rows} rows: set num_classes={rows} if "
-                         f"each row is a class, or num_classes={rows - 1} if the last one is the null label")
-    return min(said, default=None)
-
-
-def without_tables(state: Mapping[str, Tensor], network: Mapping[str, Any]) -> dict[str, Tensor]:
+def drop_tables(state: dict[str, Tensor], network: Mapping[str, Any]) -> None:
     """Drops LightningDiT's tables of the angles that ours compute; raises ValueError for other angles, or none."""
     side, head_dim = network["input_size"] // network["patch_size"], network["hidden_size"] // network["num_heads"]
     angles = rotary_angles(torch.arange(side**2).unsqueeze(0), side, head_dim)[0, :, 0].repeat_interleave(2, dim=-1)
     for key, ours in (("feat_rope.freqs_cos", angles.cos()), ("feat_rope.freqs_sin", angles.sin())):
-        theirs = state.get(key, torch.empty(0))
+        theirs = state.pop(key, torch.empty(0))
         if theirs.shape != ours.shape or (theirs - ours).abs().max() > 0.01:  # float16 or bfloat16
             raise ValueError(f"it lacks feat_rope, or has it for other angles than {network['num_heads']} heads and "
                              f"{side} x {side} tokens have in LightningDiT: set num_heads=, if it has another number")
-    return {key: value for key, value in state.items() if not key.startswith("feat_rope.freqs_")}
 
 
-def reverse_time(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def reverse_time(state: dict[str, Tensor]) -> None:
     """Converts velocity x - eps with data at t = 1 to eps - x with noise at t = 1: net(z, t) becomes -net(z, 1 - t).
 
     The embedding of 1 - t is the embedding of t, rotated by each frequency w: cos(w - tw) = cos w cos tw + sin w sin tw
     and sin(w - tw) = sin w cos tw - cos w sin tw. The rotation goes into the weights that read the embedding. Time's
     direction and the velocity's sign are changed only here.
     """
-    state = dict(state)
     on_cos, on_sin = state["t_embedder.mlp.0.weight"].double().chunk(2, dim=1)
     w = timestep_frequencies(on_cos.shape[1]).double()
     turned = [on_cos * w.cos() + on_sin * w.sin(), on_cos * w.sin() - on_sin * w.cos()]
     state["t_embedder.mlp.0.weight"] = torch.cat(turned, dim=1).float()
-    for key in ("final_layer.linear.weight", "final_layer.linear.bias"):
+    for key in LAST_LAYER:
         state[key] = -state[key]
-    return state
 
 
 # ---- importing ------------------------------------------------------------------------------------------------------
@@ -271,7 +233,7 @@ def reverse_time(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Foreign:
-    """A network of another code base under our names, and what is known about it."""
+    """A network of ours that predicts what one of another code base does, and what is known about it."""
 
     form: Format
     state: dict[str, Tensor]
@@ -279,76 +241,70 @@ class Foreign:
     weights: str                    # its key in the file; "" for one without
     others: list[str]               # keys of the networks beside it
     dropped: list[str]              # what lies beside it
-    autoencoder: str
-    convention: Convention
-    display_names: list[str] | None
-
-    def rewritten(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Returns weights in float32 and keywords of an ordinary network of ours that predicts the same."""
-        state, network = {key: value.float() for key, value in self.state.items()}, self.network
-        if self.form.backwards:
-            state, network = reverse_time(state), network | {"learn_sigma": False}
-            for key in ("final_layer.linear.weight", "final_layer.linear.bias"):  # SiT ignores the second of two halves
-                outputs = self.network["in_channels"] * (1 + self.network["learn_sigma"])
-                kept = state[key].unflatten(0, (-1, outputs))[:, : network["in_channels"]]
-                state[key] = kept.flatten(0, 1).contiguous()
-        return state, network
+    data: dict[str, Any]            # the record of its latents
+    missing: dict[str, str]         # settings that must be typed first, and why
 
 
 def read(
     file: Path, content: Any, name: FormatName, *, weights: str | None = None, num_heads: int | None = None,
-    num_classes: int | None = None, autoencoder: str | None = None, diffusion: dict[str, Any] | None = None,
+    num_classes: int | None = None, autoencoder: str | None = None,
 ) -> Foreign:
     """Reads a network from the content of a file in the format of this name.
 
-    Raises ValueError for tensors and settings that are not the format's, and Untyped for a setting that must be typed.
+    Where a setting is missing, it reads the rest with another value. Raises ValueError for tensors and settings that
+    are not the format's.
     """
     form, networks, found = FORMATS[name], networks_in(content), defaultdict[Any, list[Any]](list)
-    chosen = choose(networks, content, form.pair, weights)
+    chosen, why = choose(networks, content, form.pair, weights)
+    missing = {"weights": why} if why else {}
     if (name == "diffusers") != any(key.startswith("transformer_blocks.") for key in networks[chosen]):
         raise ValueError(OTHER_NAMES)
     configs = diffusers_configs(file) if name == "diffusers" else []
     for key, value in entries([content, *configs]):
         found[key].append(value)
     check_settings(found, form)
+
     state = {key: value for key, value in networks[chosen].items() if not BESIDE.match(key)}
     dropped = sorted({key.partition(".")[0] for key in networks[chosen] if key not in state})
     statistics = [state.pop(key).double() for key in OF_LATENTS] if {*OF_LATENTS} <= state.keys() else []
     if name == "diffusers":
         state, num_heads = from_diffusers(state, *found["sample_size"]), num_heads or found["num_attention_heads"][0]
-    if name == "repa":
-        state = continued(state)
     if not num_heads and "feat_rope.freqs_cos" in state:
         num_heads = len(state["x_embedder.proj.weight"]) // state["feat_rope.freqs_cos"].shape[-1]
-    counts = [*found["num_classes"], *found["num_embeds_ada_norm"]]
-    classes = count_classes(len(state.get("y_embedder.embedding_table.weight", ())), num_classes, counts)
-    try:
-        network = infer_architecture(state, num_heads, classes)
-    except ValueError as error:
-        if "set num_heads=" not in str(error):
-            raise
-        raise Untyped("num_heads", "<heads>", 1, str(error)) from error
-    outputs, channels = 1 + network["learn_sigma"], network["in_channels"]
+
+    rows = len(state.get("y_embedder.embedding_table.weight", ()))
+    counts = [num_classes] if num_classes else [
+        count for key in ("num_classes", "num_embeds_ada_norm") for count in found[key] if isinstance(count, int)]
+    if odd := [count for count in counts if rows not in (count, count + 1)]:
+        raise ValueError(f"num_classes={odd[0]} does not fit its label table of {rows} rows: set num_classes={rows} if "
+                         f"each row is a class, or num_classes={rows - 1} if the last one is the null label")
+    network = infer_architecture(state, num_heads, next(iter(counts), None))
+    channels, outputs = network["in_channels"], 1 + network["learn_sigma"]
     if network["block"] not in form.blocks or outputs not in form.outputs:
         raise ValueError(f"it has the blocks of {network['block']}, and {outputs} output channels for each of its "
                          f"{channels}, unlike this format")
-    if name == "lightningdit":
-        state = without_tables(state, network)
-    fit(state, network, "it")
-    if form.backwards and network["learn_sigma"]:
-        dropped.append("the second half of the last layer")
-    if form.diffusion is diffusion is None:
-        raise Untyped("diffusion", f"<{'|'.join(DIFFUSIONS)}>", {"name": "edm"},
-                      "it does not record its diffusion: set diffusion= as its run had it")
+    if network["num_heads"] is None:
+        missing["num_heads"] = (f"a DiT of width {network['hidden_size']} and depth {network['depth']} is none of the "
+                                f"published sizes, so its number of heads cannot be inferred: set num_heads=")
+    else:
+        if name == "lightningdit":
+            drop_tables(state, network)
+        fit(state, network, "it")
+    if form.backwards:
+        reverse_time(state)
+        if network["learn_sigma"]:  # SiT ignores the second of two halves
+            network["learn_sigma"], dropped = False, [*dropped, "the second half of the last layer"]
+            for key in LAST_LAYER:
+                state[key] = state[key].unflatten(0, (-1, 2 * channels))[:, :channels].flatten(0, 1)
 
     pipeline = file.parent.parent if len(configs) > 1 else None
     if form.autoencoder and channels == 4 and not statistics:
         autoencoder = autoencoder or (str(pipeline / "vae") if pipeline else
                                       "sd_vae_mse" if found["vae"] == ["mse"] else form.autoencoder)
     if not autoencoder:
-        raise Untyped("autoencoder", "<what decodes its latents, or none>", "none",
-                      f"its latents of {channels} channels may be any autoencoder's: set autoencoder= to what decodes "
-                      f"them (docs/data.md), or to none")
+        autoencoder, missing["autoencoder"] = "none", (
+            f"its latents of {channels} channels may be any autoencoder's: set autoencoder= to what decodes them "
+            f"(docs/data.md), or to none")
     convention = own_convention(autoencoder) or Convention()
     if statistics:
         mean, variance = statistics
@@ -356,21 +312,9 @@ def read(
     convention.require(channels, f"autoencoder={autoencoder}")
     labels = found["id2label"][0] if pipeline and found["id2label"] else None
     names = [str(labels.get(str(i), i)) for i in range(network["num_classes"])] if labels else None
-    return Foreign(form, state, network, chosen, [key for key in networks if key != chosen], dropped, autoencoder,
-                   convention, names)
-
-
-# ---- what to type ---------------------------------------------------------------------------------------------------
-
-
-def words_to_type(file: Path, content: Any, name: FormatName, **typed: Any) -> list[str]:
-    """Lists the settings that must be typed beside the format; raises ValueError for another format's file."""
-    try:
-        read(file, content, name, **typed)
-        return []
-    except Untyped as untyped:
-        more = {untyped.setting: untyped.stand_in}
-        return [f"{untyped.setting}={untyped.shown}", *words_to_type(file, content, name, **typed, **more)]
+    data = {"autoencoder": autoencoder, "convention": convention.record(), "class_names": None, "display_names": names,
+            "classes": None}
+    return Foreign(form, state, network, chosen, [key for key in networks if key != chosen], dropped, data, missing)
 
 
 def how_to_import(source: Path) -> str:
@@ -383,7 +327,9 @@ def how_to_import(source: Path) -> str:
             fitting, reasons = [], {}
             for name, form in FORMATS.items():
                 try:
-                    words = [f"format={name}", *words_to_type(file, content, name)]
+                    missing = read(file, content, name).missing
+                    needed = [*missing, *([] if form.diffusion else ["diffusion"])]
+                    words = [f"format={name}", *(f"{setting}={TO_TYPE[setting]}" for setting in needed)]
                     fitting.append(f"{' '.join(words)} ({form.meaning})")
                 except ValueError as error:
                     reasons[name] = error

@@ -19,8 +19,6 @@ from runtime.untrusted import reading
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin")
 PYTHON = "python:"  # python:module.function
-MOST_PICKLED = 2**23  # bytes of the pickle in a .pt, each of which may become a list; 1,000 tensors take 200,000
-
 
 # A repository of the Hugging Face Hub, user/name: before it its address, after it a revision and a place inside it.
 REPOSITORY = re.compile(r"(?P<address>https?://(?:huggingface\.co|hf\.co)/|hf://)?(?P<repo>\w[\w.-]*/\w[\w.-]*)"
@@ -45,23 +43,21 @@ def how_to_download(name: str, *patterns: str) -> str:
 
 def from_hub(repo: str, *names: str, remedy: str) -> Path:
     """Returns the folder with files of a Hugging Face repository, downloaded once; raises ValueError with a remedy."""
-    from huggingface_hub import hf_hub_download
+    import huggingface_hub
 
-    empty: list[Path] = []  # which a full disk or a power cut leaves in the cache
-    for cached_only in (True, False):  # files in the cache need no network
-        try:
-            found = [Path(hf_hub_download(repo, name, local_files_only=cached_only, force_download=bool(empty)))
-                     for name in names]
-            if not (empty := [file for file in found if not file.stat().st_size]):
-                return found[-1].parent
-        except Exception as error:  # huggingface_hub and its HTTP client each raise their own
-            if getattr(getattr(error, "response", None), "status_code", None) in (401, 403):
-                remedy = "check its name, run `hf auth login`, and accept the terms on its page."
-            if not cached_only:
-                why = f"{empty[0]} is empty, and " if empty else ""
-                raise ValueError(f"{why}{' and '.join(names)} of {repo} could not be downloaded from the Hugging Face "
-                                 f"Hub ({first_line(error)}): {remedy.strip()}") from error
-    raise ValueError(f"{empty[0]} is empty, as {repo} has it: {remedy.strip()}")
+    found = [huggingface_hub.try_to_load_from_cache(repo, name) for name in names]  # this needs no network
+    try:
+        if not all(isinstance(file, str) for file in found):
+            found = [huggingface_hub.hf_hub_download(repo, name) for name in names]
+    except Exception as error:  # huggingface_hub and its HTTP client each raise their own
+        if getattr(getattr(error, "response", None), "status_code", None) in (401, 403):
+            remedy = "check its name, run `hf auth login`, and accept the terms on its page."
+        raise ValueError(f"{' and '.join(names)} of {repo} could not be downloaded from the Hugging Face Hub "
+                         f"({first_line(error)}): {remedy.strip()}") from error
+    files = [Path(str(file)) for file in found]
+    if empty := [file for file in files if not file.stat().st_size]:  # by a full disk or a power cut
+        raise ValueError(f"{empty[0].resolve()} is empty: delete it, and it is downloaded again.")
+    return files[0].parent
 
 
 def read_tensors(file: Path) -> Any:
@@ -74,14 +70,14 @@ def read_tensors(file: Path) -> Any:
         open_plain(file).close()
         if file.suffix == ".safetensors":
             return load_file(file)
-        if is_zip := zipfile.is_zipfile(file):
-            check_archive(file)
         # DiT's train.py saves an argparse.Namespace with the weights: a bag of plain values, safe to build.
         with torch.serialization.safe_globals([argparse.Namespace]):
-            content = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
+            content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
         for _, value in entries([content]):
-            if isinstance(value, Tensor):
-                check_stored(value)
+            if isinstance(value, Tensor) and (value.layout != torch.strided or value.is_meta or value.is_quantized
+                                              or value.nbytes > value.untyped_storage().nbytes()):
+                raise ValueError(f"it holds a tensor of {tuple(value.shape)} that is sparse or quantized, or has more "
+                                 f"elements than are stored")
         return content
 
 
@@ -97,26 +93,6 @@ def entries(content: object) -> Iterator[tuple[object, object]]:
                        enumerate(node) if isinstance(node, list | tuple) else ())]
             waiting += [value for _, value in items]
             yield from items
-
-
-def check_stored(tensor: Tensor) -> None:
-    """Raises ValueError for a tensor without values of its own, or with more elements than are stored."""
-    shape = tuple(tensor.shape)
-    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized or tensor.is_nested:
-        raise ValueError(f"it holds a tensor of {shape} that is sparse, quantized or without values")
-    if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
-        raise ValueError(f"it holds a tensor of {shape}, which has more elements than are stored")
-
-
-def check_archive(file: Path) -> None:
-    """Raises ValueError for a .pt whose members are packed, or with a pickle that would take more than a gigabyte."""
-    with zipfile.ZipFile(file) as archive:
-        infos = archive.infolist()
-    for info in infos:
-        if info.compress_type != zipfile.ZIP_STORED:
-            raise ValueError(f"{info.filename} is compressed, as torch.save never does")
-        if info.filename.endswith("/data.pkl") and info.file_size > MOST_PICKLED:
-            raise ValueError(f"{info.filename} has {info.file_size:,} bytes, more than {MOST_PICKLED:,}")
 
 
 def check_finite(state: Mapping[str, Tensor], whose: object) -> None:

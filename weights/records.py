@@ -92,17 +92,6 @@ class DataRecord(Record):
     classes: Annotated[list[NonNegativeInt], Field(min_length=1)] | None  # those with images; None: all
 
 
-class ImportRecord(Record):
-    """The file of other code that weights were imported from, and how scripts/import_weights.py read it."""
-
-    file: str
-    sha256: str
-    format: str
-    weights: str | None                 # the key of the network in the file; None: it holds one without a key
-    num_heads: Size
-    dropped: list[str]                  # tensors beside the network
-
-
 class CheckpointRecord(Record):
     """What meta.json must contain for a checkpoint to be sampled."""
 
@@ -111,7 +100,7 @@ class CheckpointRecord(Record):
     data: DataRecord
     step: NonNegativeInt | None
     null_label: bool                    # whether label dropout has trained it
-    imported: ImportRecord | None = None  # None: a run has trained it here
+    imported: Plain | None = None       # what scripts/import_weights.py recorded; None: a run has trained it here
 
 
 def read_network(network: Plain) -> Plain:
@@ -152,9 +141,8 @@ def fit(state: Mapping[str, Tensor], network: Plain, whose: object) -> DiT:
         net = build_network(network)
     expected = net.state_dict()
     if odd := sorted(expected.keys() ^ state.keys()):
-        more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
-        raise ValueError(f"{whose} lacks the tensor {odd[0]}{more} of its network" if odd[0] in expected else
-                         f"{whose} has the tensor {odd[0]}{more}, which its network lacks")
+        raise ValueError(f"{whose} {'lacks' if odd[0] in expected else 'has'} the tensor {odd[0]}, unlike its network; "
+                         f"tensors that differ: {len(odd)}")
     for key, value in state.items():
         if value.shape != expected[key].shape:
             raise ValueError(f"{whose} has {key} {tuple(value.shape)} instead of {tuple(expected[key].shape)}")

@@ -1,21 +1,26 @@
 """Others' weights become networks of ours or are refused, and samplers return published numbers (tests/published)."""
 
 import argparse
+import copy
 import json
 import re
+from functools import reduce
 from pathlib import Path
 
+import diffusers
 import pytest
+import timm.layers
 import torch
-from closed_forms import amplitude_of
+from closed_forms import amplitude_of, fill, wave
 from conftest import save_vae
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
 from spoils import refused
-from test_published_parity import DDPM_, TINY, TINY_LIGHTNING, CountedNoise, assert_equal, fill, filled, published, wave
+from test_published_parity import DDPM_, NOISES, TINY, TINY_LIGHTNING, CountedNoise, assert_equal, filled, published
 from torch import nn
 from training_runs import trained, write_run
 
+from blocks.transformer import Attention
 from dit import DiT
 from edm import DDPM
 from guidance import Guidance
@@ -23,7 +28,7 @@ from rf import RF
 from runtime.schema import CONFIGS, read
 from scripts import import_weights
 from weights.autoencoders import load_autoencoder
-from weights.foreign import diffusers_names
+from weights.foreign import DIFFUSERS_NAMES, LAST_LAYER
 from weights.loading import Trained, load_trained
 
 SIT, REPA, LIGHTNING = published("sit"), published("repa"), published("lightning")
@@ -32,7 +37,7 @@ SIT_ARGS = argparse.Namespace(**ARGS, model="SiT-XL/2", path_type="Linear", pred
 REPA_ARGS = argparse.Namespace(model="SiT-XL/2", resolution=256, num_classes=10, path_type="linear", prediction="v",
                                encoder_depth=8, proj_coeff=0.5, qk_norm=False)
 DIT_ARGS = argparse.Namespace(**ARGS, model="DiT-XL/2", vae="ema")
-FORMS = ("sit", "repa", "repa, legacy", "lightningdit")
+FORMS = ("sit", "repa", "lightningdit", "dit", "tread")
 
 
 def imported(source, form: str, **settings) -> Trained:
@@ -67,12 +72,7 @@ def weights_of(form: str) -> dict:
     empty = {key: torch.empty(shape) for key, shape in shapes.items() if key != "pos_embed"}
     state = {key: wave(tuple(value.shape), k, amplitude_of(value))
              for k, (key, value) in enumerate(sorted(empty.items()))}
-    state["pos_embed"] = DiT(**TINY).pos_embed
-    if form == "repa, legacy":
-        state = {re.sub(r"^blocks\.([12])\.", lambda match: f"decoder_blocks.{int(match[1]) - 1}.", key): value
-                 for key, value in state.items()}
-        assert "decoder_blocks.1.attn.qkv.weight" in state and "blocks.1.attn.qkv.weight" not in state
-    return state
+    return state | {"pos_embed": DiT(**TINY).pos_embed}
 
 
 def published_file(form: str, folder, state: dict | None = None):
@@ -96,7 +96,7 @@ def published_file(form: str, folder, state: dict | None = None):
 
 
 def loaded(form: str, folder, state: dict | None = None) -> Trained:
-    return imported(published_file(form, folder, state), form.partition(",")[0])
+    return imported(published_file(form, folder, state), form)
 
 
 def under(prefix: str, state: dict) -> dict:
@@ -110,30 +110,28 @@ def without(state: dict, part: str) -> dict:
 # ---- published files ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", [*FORMS, "dit", "tread", "diffusers"])
+@pytest.mark.parametrize("form", [*FORMS, "diffusers"])
 def test_each_tensor_of_a_published_form_is_used_or_named(form, tmp_path):
     state = weights_of(form)
-    assert loaded(form, tmp_path).weights == "ema"
-    block = "transformer_blocks" if form == "diffusers" else "blocks"
-    spoilt = {key: without(state, key) for key in [*state][::8] if not key.startswith("projectors.")}
+    assert loaded(form, tmp_path).checkpoint.weights == "ema"
+    spoilt = {key: without(state, key) for key in [*state][::8] if "projectors." not in key} if form in FORMS else {}
     # MeanFlow's second time, Self-Flow's head: an unknown tensor may belong to the network.
     spoilt |= {key: state | {key: torch.zeros(3)} for key in (
-        f"{block}.0.more.weight", "r_embedder.mlp.0.weight", "projector.0.weight", "mask_token")}
+        "blocks.0.more.weight", "r_embedder.mlp.0.weight", "projector.0.weight", "mask_token")}
     for tensor, tensors in spoilt.items():
-        with pytest.raises(ValueError, match=re.sub(r"^(decoder_)?blocks\.\d\.|freqs_.*", "", tensor)):
+        with pytest.raises(ValueError, match=re.sub(r"^blocks\.\d\.|freqs_.*", "", tensor)):
             loaded(form, tmp_path, tensors)
 
 
-@pytest.mark.parametrize("form", [*FORMS, "dit", "tread"])
+@pytest.mark.parametrize("form", FORMS)
 def test_what_a_format_carries_beside_its_network_is_dropped_by_name(form, tmp_path):
     heads = {"projectors.0.0.weight": torch.zeros(3, 3), "projectors.1.0.weight": torch.zeros(3)}
     beside = heads | {"vae.encoder.conv_in.weight": torch.zeros(3), "num_updates": torch.tensor(3)}
-    plain, more = weights_of(form.partition(",")[0]), weights_of(form)
-    plain = {key: value for key, value in plain.items() if not key.startswith("projectors.")}
-    one, other = loaded(form.partition(",")[0], tmp_path, plain), loaded(form, tmp_path, more | beside)
-    dropped = other.checkpoint.record.imported.dropped
+    plain = {key: value for key, value in weights_of(form).items() if not key.startswith("projectors.")}
+    one, other = loaded(form, tmp_path, plain), loaded(form, tmp_path, plain | beside)
+    dropped = other.checkpoint.record.imported["dropped"]
     assert {"projectors", "vae", "num_updates"} <= {*dropped}
-    assert (one.checkpoint.record.imported.dropped == []) == (form != "sit")
+    assert (one.checkpoint.record.imported["dropped"] == []) == (form != "sit")
     assert all(torch.equal(value, other.net.state_dict()[key]) for key, value in one.net.state_dict().items())
 
 
@@ -145,16 +143,6 @@ def test_the_statistics_in_repa_es_file_are_the_convention_of_its_latents(tmp_pa
         imported(path, "repa", autoencoder=None)
     convention = imported(path, "repa").convention
     assert convention.latents_mean == (0.5, -1.0, 0.0, 2.0) and convention.latents_std == (2.0, 0.5, 1.0, 3.0)
-
-
-def test_lightningdit_without_shifts_is_refused(tmp_path):
-    state = weights_of("lightningdit")
-    thirds = {key: value[:256] for key, value in state.items() if key.startswith("blocks.") and "adaLN" in key}
-    for content, says in (({"ema": state | thirds}, "adaLN_modulation.1"),
-                          ({"ema": state, "config": {"model": {"wo_shift": True}}}, "wo_shift=True")):
-        torch.save(content, tmp_path / "x.pt")
-        with pytest.raises(ValueError, match=says):
-            imported(tmp_path / "x.pt", "lightningdit")
 
 
 @pytest.mark.parametrize(("angles", "heads"), [
@@ -173,28 +161,24 @@ PLACES = [lambda settings: {"args": argparse.Namespace(**settings)}, lambda sett
           lambda settings: settings]
 
 
-@pytest.mark.parametrize("form, settings", [
-    ("sit", {"prediction": "noise"}), ("sit", {"prediction": "v"}), ("repa", {"prediction": "velocity"}),
-    ("sit", {"path_type": "GVP"}), ("repa", {"path_type": "cosine"}), ("lightningdit", {"prediction": "score"}),
-    ("dit", {"path_type": "Linear"}), ("tread", {"prediction": "v"}), ("dit", {"noise_schedule": "cosine"}),
-    ("sit", {"noise_schedule": "linear"}), ("dit", {"predict_xstart": True}), ("dit", {"diffusion_steps": 4000}),
-    ("sit", {"norm_eps": 1e-5}), ("dit", {"activation_fn": "gelu"}), ("tread", {"sigma_data": 1.0})])
-def test_a_setting_that_means_another_network_is_refused_wherever_the_file_keeps_it(form, settings, tmp_path):
+@pytest.mark.parametrize("form, right, wrong", [
+    ("sit", {"prediction": "velocity", "path_type": "Linear", "loss_weight": None, "norm_eps": 1e-6},
+     [("prediction", "noise"), ("prediction", "v"), ("path_type", "GVP"), ("noise_schedule", "linear"),
+      ("norm_eps", 1e-5)]),
+    ("repa", {"prediction": "v", "path_type": "linear"}, [("prediction", "velocity"), ("path_type", "cosine")]),
+    ("lightningdit", {"use_rope": True, "wo_shift": False}, [("prediction", "score"), ("wo_shift", True)]),
+    ("tread", {"sigma_data": 0.5}, [("prediction", "v"), ("sigma_data", 1.0)]),
+    ("dit", {"noise_schedule": "linear", "predict_xstart": False, "diffusion_steps": 1000, "num_classes": 10},
+     [("path_type", "Linear"), ("noise_schedule", "cosine"), ("predict_xstart", True), ("diffusion_steps", 4000),
+      ("activation_fn", "gelu")])])
+def test_settings_of_a_format_are_read_past_and_others_refused_wherever_a_file_keeps_them(form, right, wrong, tmp_path):
     for place in PLACES:
-        torch.save({"ema": weights_of(form)} | place(settings), tmp_path / "x.pt")
-        [(name, value)] = settings.items()
-        with pytest.raises(ValueError, match=f"it says {name}={value}, and this format has"):
-            imported(tmp_path / "x.pt", form)
-
-
-@pytest.mark.parametrize("form, settings", [
-    ("sit", {"prediction": "velocity", "path_type": "Linear", "loss_weight": None, "norm_eps": 1e-6}),
-    ("repa", {"prediction": "v", "path_type": "linear"}), ("tread", {"sigma_data": 0.5}),
-    ("dit", {"noise_schedule": "linear", "predict_xstart": False, "diffusion_steps": 1000, "num_classes": 10})])
-def test_settings_of_the_format_itself_are_read_past(form, settings, tmp_path):
-    for place in PLACES:
-        torch.save({"ema": weights_of(form)} | place(settings), tmp_path / "x.pt")
+        torch.save({"ema": weights_of(form)} | place(right), tmp_path / "x.pt")
         assert imported(tmp_path / "x.pt", form).net.num_classes == 10
+        for name, value in wrong:
+            torch.save({"ema": weights_of(form)} | place(right | {name: value}), tmp_path / "x.pt")
+            with pytest.raises(ValueError, match=f"it says {name}={value}, and this format has"):
+                imported(tmp_path / "x.pt", form)
 
 
 # ---- labels, positions, variances -----------------------------------------------------------------------------------
@@ -221,13 +205,6 @@ def test_each_row_is_a_class_only_where_nothing_says_that_one_is_no_label(rows, 
             Guidance(3).check(trained.net)
 
 
-@pytest.mark.parametrize("args, settings", [({"num_classes": 1000}, {}), ({}, {"num_classes": 99})])
-def test_a_number_of_classes_that_the_table_lacks_is_refused(args, settings, tmp_path):
-    torch.save({"ema": RAW, "args": args}, tmp_path / "x.pt")
-    with pytest.raises(ValueError, match="does not fit its label table of 11 rows: set num_classes=11 if each"):
-        imported(tmp_path / "x.pt", "dit", **settings)
-
-
 # ---- which network of a file ----------------------------------------------------------------------------------------
 
 RAW = fill(DiT(**TINY, learn_sigma=True)).state_dict()
@@ -235,8 +212,6 @@ EMA = {key: value if key == "pos_embed" else value + 1 for key, value in RAW.ite
 CHECKPOINTED = {re.sub(r"^blocks\.(\d)\.", r"blocks.\1._checkpoint_wrapped_module._orig_mod.", key): value
                 for key, value in RAW.items()}
 KNOWN_PAIR = {"model": RAW, "ema": EMA, "opt": {"state": {0: {"exp_avg": torch.ones(3)}}}}
-
-
 LITEMA = under("model.", RAW) | {"model_ema.decay": torch.tensor(0.9)} | under("model_ema.", {
     key.replace(".", ""): value for key, value in EMA.items() if key != "pos_embed"})
 
@@ -281,11 +256,12 @@ def test_the_network_that_is_meant_is_read(content, weights, expected, says, is_
     (RAW, "model", "it has no weights=model: leave weights= out"),
     *((content, None, "holds no DiT's state dict") for content in (
         {"trainer": {"ema": EMA}}, [RAW], {"epoch": 3}, {"conv.weight": torch.zeros(3)})),
+    ({"ema": RAW, "args": {"num_classes": 99}}, None, "its label table of 11 rows: set num_classes=11 if each"),
     ({key: value.to(torch.int8) for key, value in RAW.items()}, None, "tensors in int8"),
     ({key: value.to(torch.float8_e4m3fn) for key, value in RAW.items()}, None, "tensors in float8_e4m3fn"),
     ({**RAW, "pos_embed": RAW["pos_embed"] / 0}, None, "not finite in 1 of .* tensors, pos_embed"),
     # ByteDance-Seed/Bagel#160: a frozen part is missing in the average; the raw weights must not fill it up.
-    ({"model": RAW, "ema": without(EMA, "t_embedder")}, None, "lacks the tensor t_embedder.mlp.0.bias and 3 more"),
+    ({"model": RAW, "ema": without(EMA, "t_embedder")}, None, "lacks the tensor t_embedder.mlp.0.bias.*: 4"),
     ({"model": RAW, "ema": without(EMA, "pos_embed")}, None, "not a DiT's: KeyError.'pos_embed'"),
     # pytorch/pytorch#94575: a loader that is not strict ignores keys and samples another network.
     (under("net.", RAW) | {"mean": torch.zeros(4)}, None, "has the tensor mean"),
@@ -301,26 +277,28 @@ def test_what_could_be_read_in_two_ways_or_not_completely_is_refused(content, we
     assert "\n" not in str(refused.value) and {path.name for path in tmp_path.iterdir()} == {"x.pt"}
 
 
-@pytest.mark.parametrize("load, name", [(imported, "x.pt"), (imported, "folder/model.safetensors"),
-                                        (load_autoencoder, "vae/diffusion_pytorch_model.safetensors")])
-def test_a_pointer_of_git_lfs_is_called_one(load, name, tmp_path):
-    save_vae(tmp_path / "vae", scaling_factor=0.5)
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    (tmp_path / name).write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 2697\n")
-    source = str(tmp_path / name.partition("/")[0])
-    refused(lambda: load(source, *(["sit"] if load is imported else [])), "pointer of Git LFS")
+def test_a_pointer_of_git_lfs_is_called_one(tmp_path):
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 2697\n"
+    (tmp_path / "x.pt").write_text(pointer)
+    refused(lambda: imported(tmp_path / "x.pt", "sit"), "pointer of Git LFS")
+    (save_vae(tmp_path / "vae", scaling_factor=0.5) / "diffusion_pytorch_model.safetensors").write_text(pointer)
+    refused(lambda: load_autoencoder(str(tmp_path / "vae")), "pointer of Git LFS")
 
 
 # ---- diffusers' DiT -------------------------------------------------------------------------------------------------
 
 EMBEDDER = "transformer_blocks.1.norm1.emb.timestep_embedder.linear_1.weight"
+THEIRS = diffusers.DiTTransformer2DModel(num_attention_heads=4, attention_head_dim=16, out_channels=8, num_layers=3,
+                                         sample_size=8, num_embeds_ada_norm=10, norm_eps=1e-6)
 
 
-def to_diffusers(state: dict, depth: int = 3) -> dict:
+def to_diffusers(state: dict) -> dict:
     renamed = {}
-    for ours, copies in diffusers_names(depth).items():
-        parts = state[ours].chunk(3) if ".qkv." in ours else [state[ours]] * len(copies)
-        renamed |= {name: part.clone() for name, part in zip(copies, parts, strict=True)}
+    for key in THEIRS.state_dict():
+        name = reduce(lambda name, rule: re.sub(*rule, name), DIFFUSERS_NAMES, key)
+        part = re.search(r"\.to_([qkv])\.", name)
+        whole = state[re.sub(r"\.to_[qkv]\.", ".qkv.", name)]
+        renamed[key] = (whole.chunk(3)["qkv".index(part[1])] if part else whole).clone()
     return renamed
 
 
@@ -328,13 +306,10 @@ def write_pipeline(folder, state: dict, **schedule: object) -> None:
     """Writes what diffusers' DiTPipeline saves, which has no position embedding among its weights."""
     for name, content in {
         "model_index.json": {"_class_name": "DiTPipeline", "id2label": {"0": "tench", "1": "goldfish"}},
-        "vae/config.json": {"_class_name": "AutoencoderKL"},
-        "scheduler/scheduler_config.json": {
-            "_class_name": "DDIMScheduler", "num_train_timesteps": 1000, "beta_start": 0.0001, "beta_end": 0.02,
-            "beta_schedule": "linear", "prediction_type": "epsilon", "trained_betas": None} | schedule,
-        "transformer/config.json": {"_class_name": "DiTTransformer2DModel", "num_attention_heads": 4, "sample_size": 8,
-                                    "num_embeds_ada_norm": 10, "norm_eps": 1e-5,
-                                    "activation_fn": "gelu-approximate"},
+        "vae/config.json": {"_class_name": "AutoencoderKL"}, "vae/diffusion_pytorch_model.safetensors": {},
+        "scheduler/scheduler_config.json": {"num_train_timesteps": 1000, "beta_schedule": "linear"} | schedule,
+        "transformer/config.json": {"num_attention_heads": 4, "sample_size": 8, "num_embeds_ada_norm": 10,
+                                    "norm_eps": 1e-5, "activation_fn": "gelu-approximate"},
     }.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(json.dumps(content))
@@ -360,32 +335,38 @@ def test_diffusers_own_dit_is_read_with_and_without_its_pipeline(tmp_path):
     *(({}, {name: value}, f"it says {name}={value}") for name, value in (
         ("prediction_type", "v_prediction"), ("num_train_timesteps", 500), ("beta_schedule", "squaredcos_cap_v2"),
         ("rescale_betas_zero_snr", True), ("norm_eps", 0.001), ("activation_fn", "gelu"))),
-    ({EMBEDDER: to_diffusers(RAW)[EMBEDDER] + 1}, {}, f"{EMBEDDER} differs from transformer_blocks.0")])
+    ({EMBEDDER: to_diffusers(RAW)[EMBEDDER] + 1}, {}, f"{EMBEDDER} differs from another block's")])
 def test_a_pipeline_without_dits_schedule_or_of_several_embedders_is_refused(changes, schedule, says, tmp_path):
     write_pipeline(tmp_path / "x", to_diffusers(RAW) | changes, **schedule)
     with pytest.raises(ValueError, match=says):
         imported(tmp_path / "x", "diffusers", num_heads=None)
 
 
+@torch.no_grad()
+def test_diffusers_own_class_predicts_what_the_imported_network_predicts(tmp_path):
+    """Their class with DiT's frequencies and one epsilon in all norms."""
+    theirs = copy.deepcopy(THEIRS).eval()
+    for block in theirs.transformer_blocks:
+        block.norm1.emb.time_proj.downscale_freq_shift = 0
+    theirs.load_state_dict(to_diffusers(RAW))
+    theirs.save_pretrained(tmp_path / "x")
+    x, t, y = wave((3, 4, 8, 8)), torch.tensor([0, 40, 999]), torch.tensor([0, 9, 10])
+    ours = imported(tmp_path / "x", "diffusers", num_heads=None).net(x, t.float(), y)
+    torch.testing.assert_close(ours, theirs(x, t, y).sample, rtol=0, atol=1e-6)
+
+
 # ---- our own, without a record --------------------------------------------------------------------------------------
 
-SPRINT = dict(input_size=8, patch_size=2, in_channels=3, hidden_size=32, depth=4, num_heads=2, num_classes=3,
-              routes=[dict(start_layer_idx=1, end_layer_idx=2, selection_ratio=0.5)], fusion=True)
 
-
-@pytest.mark.parametrize("network", [SPRINT, SPRINT | {"fusion": False, "block": "mamba"}], ids=["sprint", "mamba"])
-def test_weights_of_ours_that_lost_their_record_are_read_with_what_is_typed(network, tmp_path):
-    old = load_trained(write_run(tmp_path / "run", network, diffusion={"name": "edm", "sigma_data": 0.8}))
-    save_file(old.net.state_dict(), tmp_path / "x.safetensors")
+def test_weights_of_ours_that_lost_their_record_are_read_with_what_is_typed(tmp_path):
+    network = dict(input_size=8, patch_size=2, in_channels=3, hidden_size=32, depth=2, num_heads=2, block="mamba")
+    old = load_trained(write_run(tmp_path / "run", network)).net.state_dict()
+    save_file(old, tmp_path / "x.safetensors")
     typed = {"num_heads": 2, "autoencoder": "identity", "diffusion": {"name": "edm", "sigma_data": 0.8}}
-    if network is SPRINT:
-        with pytest.raises(ValueError, match="router.fusion.bias and 2 more, which its network lacks"):
-            imported(tmp_path / "x.safetensors", "ours", **typed)
-        return
     new = imported(tmp_path / "x.safetensors", "ours", **typed)
     assert new.diffusion.sigma_data == 0.8
-    assert all(torch.equal(new.net.state_dict()[key], value) for key, value in old.net.state_dict().items())
-    for name in ("num_heads", "autoencoder", "diffusion"):
+    assert all(torch.equal(new.net.state_dict()[key], value) for key, value in old.items())
+    for name in typed:
         with pytest.raises(ValueError, match=f"set {name}="):
             imported(tmp_path / "x.safetensors", "ours", **typed | {name: None})
     with pytest.raises(ValueError, match="is for format=ours"):
@@ -422,6 +403,21 @@ def test_images_equal_those_of_sit_and_repa_by_ode_and_sde(form, solver, case, t
     assert_equal(sampled(RF(), loaded(form, tmp_path).net, case, solver), case["out"])
 
 
+def test_a_sit_without_the_second_half_of_its_outputs_is_the_same_network(tmp_path):
+    half = weights_of("sit")
+    half |= {key: half[key].unflatten(0, (-1, 8))[:, :4].flatten(0, 1) for key in LAST_LAYER}
+    one, other = (loaded("sit", tmp_path, state).net.state_dict() for state in (half, None))
+    assert all(torch.equal(one[key], other[key]) for key in other)
+
+
+def test_qk_norm_equals_that_of_timm_which_repa_uses():
+    ours, theirs = Attention(32, 2, qk_norm=True), timm.layers.Attention(
+        32, 2, qkv_bias=True, qk_norm=True, norm_layer=nn.LayerNorm)
+    torch.nn.init.normal_(ours.q_norm.weight), torch.nn.init.normal_(ours.k_norm.bias)
+    theirs.load_state_dict(ours.state_dict())
+    torch.testing.assert_close(ours(wave((2, 16, 32))), theirs(wave((2, 16, 32))), rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("case", LIGHTNING["ode"])
 def test_shifted_steps_and_the_interval_equal_lightningdit(case, tmp_path):
     # Their n points are n - 1 steps, their time is 1 - t, and a shift there is its inverse here.
@@ -434,18 +430,25 @@ def test_shifted_steps_and_the_interval_equal_lightningdit(case, tmp_path):
 class NearNoise(nn.Module):
     """Mostly the state itself, which is mostly noise, as a random network is far from predicting it."""
 
-    def __init__(self):
+    def __init__(self, net):
         super().__init__()
-        self.net, self.num_classes, self.in_channels, self.input_size = fill(DiT(**TINY, learn_sigma=True)), 10, 4, 8
-        self.null_label = True
+        self.net, self.num_classes, self.in_channels, self.input_size, self.null_label = net, 10, 4, 8, True
 
     def forward(self, x, t, y, routes=()):
         return torch.cat([x, torch.zeros_like(x)], dim=1) + 0.1 * self.net(x, t, y)
 
 
-@pytest.mark.parametrize("case", DDPM_["ancestral"])
-def test_ancestral_sampling_equals_facebookresearch_dit(case):
-    assert_equal(sampled(DDPM(), NearNoise(), case, "ancestral"), case["out"])
+@pytest.mark.parametrize("form, case", [*(("dit", case) for case in DDPM_["ancestral"]), (
+    "diffusers", DDPM_["ancestral"][1])])
+def test_ancestral_sampling_equals_facebookresearch_dit(form, case, tmp_path):
+    assert_equal(sampled(DDPM(), NearNoise(loaded(form, tmp_path).net), case, "ancestral"), case["out"])
+
+
+@pytest.mark.parametrize("case", [case for case in published("edm")["sample"] if case["net"] == "dit"][::2])
+def test_edms_sampler_around_an_imported_tread_equals_nvlabs_edm(case, tmp_path):
+    trained, noise = loaded("tread", tmp_path), NOISES[case["noise"]]()
+    assert_equal(trained.diffusion.sample(trained.net, wave(case["shape"], 2, 1.4), torch.tensor(case["y"]),
+                                          randn_like=noise, **case["arguments"]), case["out"])
 
 
 def test_ancestral_sampling_without_a_variance_is_refused():
