@@ -111,6 +111,9 @@ class Guidance:
             if any(ends(gamma)) and not (network.routes if self.routes is None else self.routes):
                 raise ValueError(f"{name}={gamma} needs a network with a route, and this one has none: set "
                                  f"routes='[{{start_layer_idx: 2, end_layer_idx: -4}}]', or choose guidance=cfg.")
+            if 1 in ends(gamma) and self.routes is None and not any(route.path_drop for route in network.routes):
+                raise ValueError(f"{name}=1, as in guidance=path_drop, skips the blocks of the network's route, which "
+                                 f"was not trained for that (path_drop): choose guidance=tread, or name routes=.")
         if self.drop_label and self.scale != 1 and not (self.net2 or net).null_label:
             raise ValueError("guidance by the label needs a null label, but these weights have none, as they were "
                              "trained with label_dropout=0: leave guidance out, or set drop_label=false.")

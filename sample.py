@@ -49,7 +49,7 @@ def main(cfg: SampleSettings) -> None:
     sampling = open_sampling(state, cfg, as_latents=cfg.latents)
     trained = sampling.trained
     out = Path(cfg.out) if cfg.out else default_grid(cfg, trained)
-    from_main(state, lambda: require_ours(out))
+    from_main(state, lambda: require_ours(out, settings=settings if cfg.out else ""))
     compile_to_sample(trained.net, sampling.sampler.guidance, cfg.compile, len(seeds), state.device)
     labels = labels_of(seeds, sampling.classes)
     images = gathered(state, generate(

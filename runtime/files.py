@@ -205,13 +205,22 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def parse_json(content: str | bytes) -> Any:
-    """Parses JSON, in UTF-8 or UTF-16; raises ValueError for anything else, and for more than MOST_VALUES values."""
+    """Parses JSON, in UTF-8 or UTF-16; raises ValueError for anything else, and for a key that is given twice.
+
+    It also raises ValueError for more than MOST_VALUES values.
+    """
     # Each value but the first follows a comma, a bracket or a brace.
     marks = map(content.count, b",[{") if isinstance(content, bytes) else map(content.count, ",[{")
     if len(content) > MOST_VALUES and sum(marks) > MOST_VALUES:
         raise ValueError(f"it holds more than {MOST_VALUES:,} values")
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(found := dict(pairs)) < len(pairs):
+            raise ValueError(f"{max(keys := [key for key, _ in pairs], key=keys.count)!r} is given twice")
+        return found
+
     try:
-        return json.loads(content)
+        return json.loads(content, object_pairs_hook=once)
     except RecursionError:
         raise ValueError("its lists or objects are nested too deeply") from None
 

@@ -1,5 +1,6 @@
 """Seeds -> images, over ranks."""
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -67,9 +68,10 @@ def generate(
     All batches have one size: where seeds run out, copies fill the batch. So results are the same bit for bit on any
     number of ranks. `gathered` joins the ranks' parts in order and drops copies.
     """
-    device = next(net.parameters()).device
-    batch_size = min(batch_size, len(seeds))
-    bar = tqdm(total=len(seeds), desc=progress, unit="img", disable=not (progress and state.is_main_process) or None)
+    device, batch_size = next(net.parameters()).device, min(batch_size, len(seeds))
+    pause = 0.1 if sys.stderr.isatty() else 10  # seconds from an update to the next; a log gets few
+    bar = tqdm(total=len(seeds), desc=progress, unit="img", delay=pause, mininterval=pause,
+               disable=not (progress and state.is_main_process))
     for start in range(0, len(seeds), batch_size * state.num_processes):
         indices = torch.arange(batch_size) + start + batch_size * state.process_index
         indices[indices >= len(seeds)] = -1

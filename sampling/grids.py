@@ -48,13 +48,12 @@ def compare_guided(cfg: GridSettings) -> None:
     sampling = open_sampling(state, cfg)
     trained, guided = sampling.trained, sampling.sampler
     seeds = parse_range("seeds", cfg.seeds)
-    labels = labels_of(seeds, sampling.classes)
+    labels, settings = labels_of(seeds, sampling.classes), cfg.model_dump_json(exclude={"out"})
     out = Path(cfg.out) if cfg.out else default_grid(cfg, trained)
     beside = out.with_stem(f"{out.stem.removesuffix('-guided')}-unguided")
-    from_main(state, lambda: require_ours(out, beside))
+    from_main(state, lambda: require_ours(out, beside, settings=settings if cfg.out else ""))
     for path, sampler in ((out, guided), (beside, replace(guided, guidance=None))):
         batches = generate(state, trained.net, sampler, sampling.decode, seeds, labels,
                            batch_size=cfg.batch_size, precision=cfg.precision, progress="sampling")
-        write_grid(state, gathered(state, batches), labels, path, trained.display_names,
-                   cfg.model_dump_json(exclude={"out"}))
+        write_grid(state, gathered(state, batches), labels, path, trained.display_names, settings)
         state.print(path)

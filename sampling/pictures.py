@@ -110,21 +110,21 @@ def write_npz(
         write_array(archive, "seeds", [np.array(seeds)], len(seeds))
 
 
-def is_ours(path: Path, mark: str = MARK) -> bool:
-    """True for a PNG or npz with our mark, and for a folder of such files alone."""
+def is_ours(path: Path, mark: str = MARK, settings: str = "") -> bool:
+    """True for a PNG or npz with our mark and these settings (all if empty), and for a folder of such files alone."""
     if path.is_dir():
-        return all(map(is_ours, path.iterdir()))
+        return all(is_ours(file, mark, settings) for file in path.iterdir())
     try:
         with open_plain(path) as file:
             if path.suffix == ".npz":
-                return zipfile.ZipFile(file).comment.startswith(mark.encode())
-            return mark in PngImageFile(file).info  # the header; Image.open refuses large grids
+                return zipfile.ZipFile(file).comment.startswith(f"{mark} {settings}".rstrip().encode())
+            return PngImageFile(file).info[mark].startswith(settings)  # the header; Image.open refuses large grids
     except Exception:  # Pillow and zipfile have many kinds for a file that is not ours
         return False
 
 
-def require_ours(*outs: Path, mark: str = MARK) -> None:
-    """Raises ValueError for an output's path at which there is something else than such an output of ours."""
+def require_ours(*outs: Path, mark: str = MARK, settings: str = "") -> None:
+    """Raises ValueError for an output's path at which there is something else than what this command would replace."""
     for out in outs:
-        if out.exists() and not is_ours(out, mark):
-            raise ValueError(f"out={out} exists and was not made by this command: name another.")
+        if out.exists() and not is_ours(out, mark, settings):
+            raise ValueError(f"out={out} exists and was not made by this command with these settings: name another.")

@@ -96,8 +96,8 @@ def complete(diffusion: EDM | RF, chosen: Mapping[str, Any]) -> dict[str, Any]:
         declared = keywords(getattr(diffusion, f"sample_{solver}"), **OF_ALL, solver=(str, None))
     else:
         declared = keywords(diffusion.sample, **OF_ALL)
-    usual = {name: field.default for name, field in declared.model_fields.items()}
-    # So 80.0 is recorded as 80.
+    usual = {"solver": "heun"} | {name: field.default for name, field in declared.model_fields.items()}
+    # So 80.0 is recorded as 80, and EDM's only solver may be typed.
     given = {name: value for name, value in chosen.items() if value is not None and value != usual.get(name)}
     complete = read(declared, given, f"The sampler of {type(diffusion).__name__}: ").model_dump()
     settings = {name: getattr(diffusion, name, None) if value is None else value for name, value in complete.items()}

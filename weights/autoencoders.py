@@ -100,7 +100,7 @@ def own_convention(name: str) -> Convention | None:
         return Convention(SD_VAE_SCALE)
     if name == NONE or runs_code(name):
         return None
-    file = find_weights(name)
+    file = Path(name) if Path(name).is_file() else find_folder(name) / "config.json"
     if Path(name).is_file() and (statistics := file.with_name(STATISTICS)).is_file():
         return read_statistics(statistics)
     if not (beside := file.with_name("config.json")).is_file():
@@ -116,6 +116,16 @@ def own_convention(name: str) -> Convention | None:
 # ---- its file -------------------------------------------------------------------------------------------------------
 
 
+def find_folder(name: str) -> Path:
+    """Finds the folder of config.json that a name means, itself or vae/ of a pipeline's; raises ValueError for none."""
+    for folder in (Path(name), Path(name, "vae")):
+        if (folder / "config.json").is_file():
+            return folder
+    names = ", ".join(["identity", *HUB_NAMES])
+    raise ValueError(f"autoencoder={name} is neither one of {names} nor a file of weights, nor a folder with "
+                     f"config.json or vae/config.json.{how_to_download(name, 'vae/*', 'config.json', f'{WEIGHTS}.safetensors')}")
+
+
 def find_weights(name: str) -> Path:
     """Finds the weights that a name means: a file, or the one in a folder, or in vae/ of a pipeline's folder.
 
@@ -127,12 +137,7 @@ def find_weights(name: str) -> Path:
         return from_hub(repo, "config.json", usual, remedy=how_to_download(repo, "config.json", usual)) / usual
     if Path(name).is_file():
         return Path(name)
-    configs = [config for config in (Path(name, "config.json"), Path(name, "vae/config.json")) if config.is_file()]
-    if not configs:
-        names = ", ".join(["identity", *HUB_NAMES])
-        raise ValueError(f"autoencoder={name} is neither one of {names} nor a file of weights, nor a folder with "
-                         f"config.json or vae/config.json.{how_to_download(name, 'vae/*', 'config.json', usual)}")
-    folder = configs[0].parent
+    folder = find_folder(name)
     files = [path.name for path in folder.glob(f"{WEIGHTS}*.safetensors")]
     if usual not in files and len(files) != 1:
         found = " and ".join(sorted(files)) or f"no {usual}"

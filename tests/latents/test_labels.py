@@ -161,6 +161,8 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     "one-hot labels": (EDM | dataset([[name, [0.0, 1.0]] for name in EDM]), "", BY_DATASET,
                        ["label [0.0, 1.0], which is neither"]),
     "NaN in JSON": (EDM | dataset([[PAIRS[0][0], float("nan")], *PAIRS[1:]]), "", BY_DATASET, ["no class for 1 of"]),
+    "a key given twice": (EDM | {"dataset.json": '{"labels": [], "labels": null}'}, "", BY_DATASET,
+                          ["'labels' is given twice"]),
     "a name given twice": (EDM | dataset([*PAIRS, [PAIRS[0][0], 2]]), "", BY_DATASET, ["img00000000.png two classes"]),
     # CSV.
     "Hugging Face's metadata.csv": (FLAT | {"metadata.csv": table("file_name,label\n", "{0},{1}")}, "",

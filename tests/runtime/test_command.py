@@ -111,7 +111,7 @@ def test_a_command_gets_the_settings_of_its_file_and_of_the_command_line_and_lea
     *(([f"name={text}"], f"name={text} cannot be read: write key=value") for text in ("größe", "a (1)", "a=b")),
     (["name=a,b"], "use key=[value1,value2] 2. To use it as string, quote the value: key='value1,value2' 3. To sweep"),
     (["steps=1.5"], "steps=1.5: it should be a valid integer"),
-    (["lion"], "lion cannot be read: write key=value"),
+    (["lion"], "lion is not key=value: did you mean steps=lion?"),
     (["name=[1]"], "name=[1]: it should be a valid string"),
     (["--max-steps"], "no dashes: max-steps=<value>"), (["--cfg", "all"], "invalid choice: 'all'"),
     (["hydra/launcher=x"], "scripts/slurm.sh"), (["name=${nmae}"], "nmae"), (["name=${name}"], "name"),

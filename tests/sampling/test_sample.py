@@ -112,7 +112,7 @@ def test_default_grids_of_other_settings_lie_side_by_side_and_none_replaces_a_pi
     [grid] = tmp_path.glob("published-ema-*.png")
     assert {*folder.iterdir()} == before and json.loads(Image.open(grid).info["sampling"])["seeds"] == "0-3"
     Image.new("RGB", (4, 4)).save(grid)  # of somebody else
-    with pytest.raises(SystemExit, match="was not made by this command: name another"):
+    with pytest.raises(SystemExit, match="was not made by this command with these settings: name another"):
         sample(folder, None, "seeds=0-3")
 
 
@@ -178,19 +178,26 @@ def test_a_command_prints_only_its_own_lines_and_imports_nothing_heavy(run, tmp_
 
 
 @pytest.mark.parametrize("name", ["set", "x.png", "x.npz"])
-def test_an_output_of_ours_is_replaced_as_a_whole_and_nothing_else(run, tmp_path, name):
+def test_an_output_of_the_same_settings_is_replaced_as_a_whole_and_nothing_else(run, tmp_path, name):
+    def content():
+        return {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+
+    def is_refused(seeds):
+        before = content()
+        with pytest.raises(SystemExit, match=f"out={out} exists and was not made by this command with these settings"):
+            sample(run, out, seeds)
+        return content() == before
+
     out = tmp_path / name
-    sample(run, out, "seeds=0-3")
-    sample(run, out, "seeds=7-8")
+    for _ in range(2):
+        sample(run, out, "seeds=7-8")
+    assert is_refused("seeds=0-3"), "hours of sampling with other settings are kept"
     if name == "set":
         assert {file.name for file in out.iterdir()} == {"000007_3.png", "000008_0.png"}
         (out / "notes.txt").write_text("mine")
     else:
         Image.new("RGB", (8, 8)).save(out) if name == "x.png" else np.savez(out, arr_0=np.zeros(3))
-    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
-    with pytest.raises(SystemExit, match=f"out={out} exists and was not made by this command: name another"):
-        sample(run, out, "seeds=0-3")
-    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+    assert is_refused("seeds=7-8")
 
 
 # ---- the grid
