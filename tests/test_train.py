@@ -121,9 +121,10 @@ def test_a_run_takes_the_steps_that_its_settings_name(shapes, tmp_path):
 
 def test_a_null_label_that_was_never_trained_guides_nothing(shapes, tmp_path):
     def drawn(checkpoint, *options):
+        (tmp_path / "drawn.npz").unlink(missing_ok=True)
         try:
             run_command(sample.main, "sample.py", "cpu=true", f"checkpoint={checkpoint}", "seeds=0", "num_steps=2",
-                        "guidance=cfg", f"out={tmp_path}/drawn.npz", "overwrite=true", *options)
+                        "guidance=cfg", f"out={tmp_path}/drawn.npz", *options)
         except SystemExit as stop:
             return str(stop.code)
 
