@@ -145,6 +145,9 @@ def test_each_table_of_the_results_is_made_of_the_committed_rows():
     tables = [line for number, line in enumerate(lines) if line.startswith("| ")
               and not lines[number + 1].startswith("|---")]
     assert tables == [re.sub("  +", " ", f"| {' | '.join(cells)} |") for cells in rows_of_the_page()]
+    coarse = ("coarse", "coarse-dit", "coarse-tread", 1400)
+    differences = f"{pair('coarse', 1400, *coarse[1:3])[2]} at equal images and by {apart(*at_flops(*coarse))} at equal"
+    assert f"differs from dense by {differences} FLOPs" in " ".join(lines)
 
 
 STUDIES = [file for file in sorted((ROOT / "scripts/studies").glob("*.sh")) if "common.sh" in file.read_text()]
