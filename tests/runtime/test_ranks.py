@@ -150,7 +150,6 @@ def test_a_signal_while_a_grid_is_sampled_saves_the_step_and_the_grid_is_made_on
     assert_same_end(run, whole)
     grids = [{path.name: path.read_bytes() for path in (folder / "samples").iterdir()} for folder in (run, whole)]
     assert grids[0] == grids[1] and len(grids[0]) == 2
-    assert [folder.name for folder in checkpoints.all_steps(run)] == ["step-00000006"]
 
 
 def test_tensorboards_curves_do_not_go_back_where_a_killed_run_resumes(shapes, tmp_path):
