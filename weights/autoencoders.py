@@ -121,7 +121,8 @@ def find_folder(name: str) -> Path:
     for folder in (Path(name), Path(name, "vae")):
         if (folder / "config.json").is_file():
             return folder
-    names, to_type = ", ".join(["identity", *HUB_NAMES]), how_to_download(name, "vae/*", "config.json", f"{WEIGHTS}.*")
+    names = ", ".join(["identity", *HUB_NAMES])
+    to_type = how_to_download(name, "vae/*", "config.json", f"{WEIGHTS}*.safetensors")
     raise ValueError(f"autoencoder={name} is neither one of {names} nor a file of weights, nor a folder with "
                      f"config.json or vae/config.json.{to_type}")
 

@@ -311,6 +311,8 @@ REFUSED = [  # what was brought, settings, words
     (made(write_tread, values=normal(COUNT, 4, 8, 16)), TREAD, "images that are not square"),
     (made(write_tread, values=np.full((COUNT, 4, 8, 8), 1e6, np.float32)), TREAD, "not finite or overflow float16"),
     (with_key_twice, TREAD, "two files called a.latent.npy"),
+    (made(write_tread, values=normal(COUNT, 4, 8, 8).astype(np.complex64)), TREAD, "complex numbers (torch.complex64)"),
+    (made(write_lightningdit, latents=torch.ones(5, 6, 4, 4, dtype=torch.complex64)), LIGHT, "are complex numbers"),
     (tar_of(a_cls=b"cat", a_latent_npy=SAMPLE), TREAD, "a.cls is not a class number (invalid literal"),
     (tar_of(a_cls=b"1", a_latent_npy=b"cat"), TREAD, "a.latent.npy is not a complete npy file"),
 ]  # fmt: skip
