@@ -121,10 +121,9 @@ def find_folder(name: str) -> Path:
     for folder in (Path(name), Path(name, "vae")):
         if (folder / "config.json").is_file():
             return folder
-    names = ", ".join(["identity", *HUB_NAMES])
     to_type = how_to_download(name, "vae/*", "config.json", f"{WEIGHTS}*.safetensors")
-    raise ValueError(f"autoencoder={name} is neither one of {names} nor a file of weights, nor a folder with "
-                     f"config.json or vae/config.json.{to_type}")
+    raise ValueError(f"autoencoder={name} is neither one of {', '.join(['identity', *HUB_NAMES])} nor a file of "
+                     f"weights, nor a folder with config.json or vae/config.json.{to_type}")
 
 
 def find_weights(name: str) -> Path:

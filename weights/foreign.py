@@ -290,7 +290,8 @@ def read(
                                 f"published sizes, so its number of heads cannot be inferred: set num_heads=")
     elif name == "lightningdit":
         drop_tables(state, network)
-    fit(state, {**network, "num_heads": network["num_heads"] or 1}, "it")
+    if network["num_heads"] or network["block"] in ("dit", "lightning"):    # whose shapes do not depend on the heads
+        fit(state, {**network, "num_heads": network["num_heads"] or 1}, "it")
     if form.backwards:
         reverse_time(state)
         if network["learn_sigma"]:  # SiT ignores the second of two halves

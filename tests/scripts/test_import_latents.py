@@ -268,7 +268,7 @@ REFUSED = [  # what was brought, settings, words
     (made(empty, place="absent"), REPA, "does not exist (looked from"),
     (made(write_tread, lambda source: put_tar(source / "val-0000.tar", {"a.cls": b"1", "a.latent.npy": SAMPLE})), TREAD,
      "holds 2 sets of tar files: choose one of \"source='"),
-    (made(write_lightningdit, place=f"{SHARD}.safetensors"), LIGHT, "is no folder of .safetensors: name one, as in s"),
+    (made(write_lightningdit, place=f"{SHARD}.safetensors"), LIGHT, ": name one, as in source="),
     # a scale that is typed, and the autoencoder's own
     *((made(write), settings | {"scale": 1}, f"scale=1 is typed, but autoencoder={name} decodes latents of scale 0.18")
       for write, settings, name in ((write_tread, TREAD, "sd_vae_ema"), (write_repa, REPA, "sd_vae_mse"))),
