@@ -45,9 +45,12 @@ class Stored:
     def convert(self, values: np.ndarray | torch.Tensor) -> torch.Tensor:
         """Maps stored values (n, C or 2C, h, w) to those of a latent folder, float16.
 
-        Computes in float32 and in the same order as the source's own code.
+        Computes in float32 and in the same order as the source's own code. Raises ValueError for complex numbers.
         """
-        values, convention = torch.as_tensor(values).float(), self.convention
+        numbers, convention = torch.as_tensor(values), self.convention
+        if numbers.is_complex():    # whose imaginary parts torch would drop
+            raise ValueError(f"The latents are complex numbers ({numbers.dtype}): write real ones.")
+        values = numbers.float()
         if self.scaled:
             return values.half()
         if self.log_variance:
@@ -153,7 +156,7 @@ def open_repa(source: Path) -> Stored:
     if "dataset.json" not in listing.names:
         raise ValueError(f"source={source} holds no dataset.json: name the folder that does, such as "
                          f"{typed('source', source / 'vae-sd')}.")
-    with reading(listing.path / "dataset.json", "a file of labels", "copy it again"):
+    with reading(listing.path / "dataset.json", "a file of labels", "correct it"):
         labels = parse_dataset(listing.read("dataset.json"))
     latents = files_of(listing)
     class_of = {name.removesuffix(".npy"): label for name, label in labels.items()} or dict.fromkeys(latents, 0)
@@ -200,8 +203,8 @@ def open_lightningdit(source: Path, latent_norm: bool) -> Stored:
 
     files = sorted(source.glob("*.safetensors"))
     if not files:
-        folder = typed("source", source if source.is_dir() else source.parent)
-        raise ValueError(f"source={source} is no folder of .safetensors: name one, as in {folder}.")
+        example = f", as in {typed('source', source.parent)}" if source.is_file() else ""
+        raise ValueError(f"source={source} is no folder of .safetensors (looked from {Path.cwd()}): name one{example}.")
     require_one_set(source, files, "source")
     starts, labels = [0], []
     shapes: list[tuple[int, ...]] = []      # of one latent, and of its mirrored copy if there are copies

@@ -70,7 +70,7 @@ def write_folder(
     row_bytes = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in types.values())
     state.print(f"{', '.join(types)}: {row_bytes:,} bytes per image, {row_bytes * num_items / 1e9:,.3g} GB in all")
     require_room(out, sum(len(shards[shard]) for shard in todo) * row_bytes,
-                 "choose another disk with out=, or store no mirrored copies.")
+                 f"choose another disk with out={', or store no mirrored copies' * metadata['mirrored']}.")
     state.wait_for_everyone()  # all ranks read `out` before any of them writes there
 
     jobs = [(shard, shards[shard][start : start + batch_size])

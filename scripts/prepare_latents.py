@@ -162,10 +162,10 @@ def main(cfg: PrepareSettings) -> None:
         sides, rows = {"latents": torch.from_numpy(images)}, {}
         if cfg.mirror:
             sides["mirrored"] = sides["latents"].flip(2)
-        for name, side in sides.items():
-            rows[name] = encode_rows(vae, side)
+        for name, batch in sides.items():
+            rows[name] = encode_rows(vae, batch)
             if teacher is not None:
-                rows["teacher" if name == "latents" else "teacher_mirrored"] = teach_rows(teacher, side, cfg.precision)
+                rows["teacher" if name == "latents" else "teacher_mirrored"] = teach_rows(teacher, batch, cfg.precision)
         stored = {name: part.half().cpu().numpy() for name, part in rows.items()}
         return {"labels": source.labels[indices].astype("<i8")} | stored, unreadable
 

@@ -285,14 +285,15 @@ def laughs() -> list:
     return lines
 
 
-def save_parquet(at: Path, image) -> None:
-    pyarrow.parquet.write_table(pyarrow.table({"image": image, "label": [0] * len(image)}), at / "x.parquet",
+def save_parquet(at: Path, image, label=None) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"image": image, "label": label or [0] * len(image)}), at / "x.parquet",
                                 compression="zstd", store_schema=False)
 
 
-def save_repeated(at: Path) -> None:
+def save_repeated(at: Path, column: str = "image") -> None:
     indices = pyarrow.array(np.zeros(20_000, np.int32))
-    save_parquet(at, pyarrow.DictionaryArray.from_arrays(indices, pyarrow.array([bytes(2**20)], pyarrow.binary())))
+    rows = pyarrow.DictionaryArray.from_arrays(indices, pyarrow.array([bytes(2**20)], pyarrow.binary()))
+    save_parquet(at, **{"image": [png(0)] * 20_000, column: rows})
 
 
 def sparse_tar(at: Path) -> None:
@@ -337,6 +338,8 @@ LIES = {  # a lie: what writes it in a folder, what reads it there, what is said
                        lambda at: read_tensors(at / "x.pt") and None, ""),
     "a repeated value": (save_repeated, lambda at: open_source(at / "x.parquet", "none"),
                          "x.parquet is not a complete parquet file ("),
+    "a repeated label": (partial(save_repeated, column="label"), lambda at: open_source(at / "x.parquet"),
+                         "hold more than 268,435,456 bytes of label"),
     "a link to a device": (lambda at: [(at / "a").mkdir(), (at / "a/1.png").symlink_to("/dev/zero")],
                            partial(first_pixels, "a"), "a/1.png is not a plain file"),
     "a side of latents": (save_of_diffusers, lambda at: import_script.main(
@@ -347,6 +350,9 @@ LIES = {  # a lie: what writes it in a folder, what reads it there, what is said
                         partial(first_pixels, "x.zip"), "compressed in another way than deflate"),
     "a mean": (lambda at: np.savez_compressed(at / "x.npz", mu=np.zeros(2**25), sigma=np.eye(4)), reference,
                "has mu of shape (33554432,)"),
+    "a text in an npz": (lambda at: np.savez_compressed(at / "x.npz", mu=np.zeros(192), sigma=np.eye(192),
+                                                        space=np.zeros(1, "<U67108865")), reference,
+                         "it has 268,435,5"),
     "a transparent image": (lambda at: put_zip(at / "x.zip", {"a/0.png": large_png(13_300)}),
                             partial(first_pixels, "x.zip"), "13300x13300 pixels"),
     "empty lists": (lambda at: [(at / "a.png").write_bytes(png(0)), (at / "x.json").write_text(

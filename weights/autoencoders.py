@@ -121,7 +121,7 @@ def find_folder(name: str) -> Path:
     for folder in (Path(name), Path(name, "vae")):
         if (folder / "config.json").is_file():
             return folder
-    to_type = how_to_download(name, "vae/*", "config.json", f"{WEIGHTS}.safetensors")
+    to_type = how_to_download(name, "vae/*", "config.json", f"{WEIGHTS}*.safetensors")
     raise ValueError(f"autoencoder={name} is neither one of {', '.join(['identity', *HUB_NAMES])} nor a file of "
                      f"weights, nor a folder with config.json or vae/config.json.{to_type}")
 

@@ -191,8 +191,9 @@ def from_diffusers(theirs: Mapping[str, Tensor], side: int) -> dict[str, Tensor]
         state[name] = value
     for i in range(depth_of(state, "blocks")):
         for kind in ("weight", "bias"):
-            parts = [state.pop(f"blocks.{i}.attn.to_{part}.{kind}") for part in "qkv"]
-            state[f"blocks.{i}.attn.qkv.{kind}"] = torch.cat(parts)
+            parts = [f"blocks.{i}.attn.to_{part}.{kind}" for part in "qkv"]
+            if state.keys() >= {*parts}:
+                state[f"blocks.{i}.attn.qkv.{kind}"] = torch.cat([state.pop(part) for part in parts])
     width, _, _, patch = state["x_embedder.proj.weight"].shape
     if (grid := side // patch) ** 2 * width > MOST_POSITIONS:
         raise ValueError(f"config.json has sample_size={side}, so latents would have {grid**2:,} tokens: correct it")
@@ -269,13 +270,14 @@ def read(
     statistics = [state.pop(key).double() for key in OF_LATENTS] if {*OF_LATENTS} <= state.keys() else []
     if name == "diffusers":
         state, num_heads = from_diffusers(state, *found["sample_size"]), num_heads or found["num_attention_heads"][0]
-    if not num_heads and "feat_rope.freqs_cos" in state:
-        num_heads = len(state["x_embedder.proj.weight"]) // state["feat_rope.freqs_cos"].shape[-1]
+    for key in ("feat_rope.freqs_cos", "blocks.0.attn.q_norm.weight"):     # with the channels of a head
+        if not num_heads and key in state:
+            num_heads = len(state["x_embedder.proj.weight"]) // state[key].shape[-1]
 
     rows = len(state.get("y_embedder.embedding_table.weight", ()))
     counts = [num_classes] if num_classes else [
         count for key in ("num_classes", "num_embeds_ada_norm") for count in found[key] if isinstance(count, int)]
-    if odd := [count for count in counts if rows not in (count, count + 1)]:
+    if odd := [count for count in counts if rows and rows not in (count, count + 1)]:
         raise ValueError(f"num_classes={odd[0]} does not fit its label table of {rows} rows: set num_classes={rows} if "
                          f"each row is a class, or num_classes={rows - 1} if the last one is the null label")
     network = infer_architecture(state, num_heads, next(iter(counts), None))
@@ -286,10 +288,10 @@ def read(
     if network["num_heads"] is None:
         missing["num_heads"] = (f"a DiT of width {network['hidden_size']} and depth {network['depth']} is none of the "
                                 f"published sizes, so its number of heads cannot be inferred: set num_heads=")
-    else:
-        if name == "lightningdit":
-            drop_tables(state, network)
-        fit(state, network, "it")
+    elif name == "lightningdit":
+        drop_tables(state, network)
+    if network["num_heads"] or network["block"] in ("dit", "lightning"):    # whose shapes do not depend on the heads
+        fit(state, {**network, "num_heads": network["num_heads"] or 1}, "it")
     if form.backwards:
         reverse_time(state)
         if network["learn_sigma"]:  # SiT ignores the second of two halves

@@ -227,6 +227,8 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
         {"a.tar": {"a/0.png": png(0)}, "b.tar": {"b/1.png": png(1)}, "0.tar": ("a.tar", "b.tar")}, "0.tar", {},
         ["is several tars, one after another: unpack it by tar --ignore-zeros -xf"]),
     # Names of other systems.
+    "a name twice in a zip": ({"dos.zip": numbered("cat\\0.png", "cat/0.png", "dog/1.png")}, "dos.zip", {}, [
+        "dos.zip has two files called cat/0.png: unpack it"]),
     "a zip of old .NET": ({"dos.zip": numbered("cat\\0.png", "dog\\1.png")}, "dos.zip", {}, "cat dog"),
     "backslashes on a disk": (numbered("cat\\0.png", "dog\\1.png"), "", {}, [
         ".png', with a backslash", ": unpack the archives of Windows by unzip"]),

@@ -268,7 +268,7 @@ REFUSED = [  # what was brought, settings, words
     (made(empty, place="absent"), REPA, "does not exist (looked from"),
     (made(write_tread, lambda source: put_tar(source / "val-0000.tar", {"a.cls": b"1", "a.latent.npy": SAMPLE})), TREAD,
      "holds 2 sets of tar files: choose one of \"source='"),
-    (made(write_lightningdit, place=f"{SHARD}.safetensors"), LIGHT, "is no folder of .safetensors: name one, as in s"),
+    (made(write_lightningdit, place=f"{SHARD}.safetensors"), LIGHT, ": name one, as in source="),
     # a scale that is typed, and the autoencoder's own
     *((made(write), settings | {"scale": 1}, f"scale=1 is typed, but autoencoder={name} decodes latents of scale 0.18")
       for write, settings, name in ((write_tread, TREAD, "sd_vae_ema"), (write_repa, REPA, "sd_vae_mse"))),
@@ -311,6 +311,8 @@ REFUSED = [  # what was brought, settings, words
     (made(write_tread, values=normal(COUNT, 4, 8, 16)), TREAD, "images that are not square"),
     (made(write_tread, values=np.full((COUNT, 4, 8, 8), 1e6, np.float32)), TREAD, "not finite or overflow float16"),
     (with_key_twice, TREAD, "two files called a.latent.npy"),
+    (made(write_tread, values=normal(COUNT, 4, 8, 8).astype(np.complex64)), TREAD, "complex numbers (torch.complex64)"),
+    (made(write_lightningdit, latents=torch.ones(5, 6, 4, 4, dtype=torch.complex64)), LIGHT, "are complex numbers"),
     (tar_of(a_cls=b"cat", a_latent_npy=SAMPLE), TREAD, "a.cls is not a class number (invalid literal"),
     (tar_of(a_cls=b"1", a_latent_npy=b"cat"), TREAD, "a.latent.npy is not a complete npy file"),
 ]  # fmt: skip

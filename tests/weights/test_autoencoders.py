@@ -239,7 +239,7 @@ def test_stable_diffusions_single_file_is_read_as_diffusers_reads_it_and_needs_o
     ("sd_vae_ema", "`hf download stabilityai/sd-vae-ft-ema --include 'config.json' --include "
      "'diffusion_pytorch_model.safetensors' --local-dir sd-vae-ft-ema`, then name ./sd-vae-ft-ema instead"),
     ("stabilityai/sdxl-vae", "`hf download stabilityai/sdxl-vae --include 'vae/.*' --include 'config.json' "
-     "--include 'diffusion_pytorch_model.safetensors' --local-dir sdxl-vae`, then name ./sdxl-vae instead"),
+     r"--include 'diffusion_pytorch_model\*.safetensors' --local-dir sdxl-vae`, then name ./sdxl-vae instead"),
 ])
 def test_a_hub_model_that_is_not_here_is_a_line_with_the_download(name, says, monkeypatch, tmp_path):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)

@@ -410,6 +410,13 @@ def test_a_sit_without_the_second_half_of_its_outputs_is_the_same_network(tmp_pa
     assert all(torch.equal(one[key], other[key]) for key in other)
 
 
+def test_a_width_that_is_not_published_is_checked_before_its_heads_are_asked_for(tmp_path):
+    torch.save(without(RAW, "t_embedder"), tmp_path / "x.pt")
+    refused(lambda: load_trained(tmp_path / "x.pt"), "nothing to import: it lacks the tensor t_embedder.mlp.0.bias")
+    torch.save(DiT(**TINY, qk_norm=True).state_dict(), tmp_path / "x.pt")  # whose norm has the channels of a head
+    assert imported(tmp_path / "x.pt", "repa", num_heads=None).recorded["network"]["num_heads"] == 4
+
+
 def test_qk_norm_equals_that_of_timm_which_repa_uses():
     ours, theirs = Attention(32, 2, qk_norm=True), timm.layers.Attention(
         32, 2, qkv_bias=True, qk_norm=True, norm_layer=nn.LayerNorm)
