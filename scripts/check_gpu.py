@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
 from edm import EDM
 from objectives import DiffusionLoss
+from routing_module import RouteSchedule
 from runtime import files, ranks, sharding
 from runtime.command import command, commit
 from runtime.device import device_name
@@ -45,11 +46,11 @@ from weights.autoencoders import HUB_NAMES
 from weights.records import build_network
 
 Precision = speed.Precision | Literal["tf32"]
-# Largest relative differences of loss and gradient norm, over three steps, from those of the CPU in float32.
+# Largest relative differences of loss and gradient norm, over STEPS, from those of the CPU in float32.
 TOLERANCES: dict[Precision, float] = {"fp32": 1e-4, "tf32": 5e-3, "bf16": 3e-2, "fp16": 1e-2, "fp8": 0.15}
 RESUMED = 1e-3          # of the losses of a resumed run in fp32: GPU kernels sum in varying order
 COMPILED: dict[str, speed.Compile] = {"": False, ", compiled": True, ", CUDA graphs": "reduce-overhead"}
-STEPS = 3               # of each comparison with the CPU
+STEPS = 6               # of each comparison with the CPU; the second half is dense
 ADAMW: dict[str, Any] = {"name": "adamw", "lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 ROUTE = {"selection_ratio": 0.5, "start_layer_idx": 1, "end_layer_idx": -2}
 # Not zeroed as in training, so that every layer has a gradient from the first step.
@@ -154,19 +155,20 @@ def make_batch(network: Mapping[str, Any], count: int) -> tuple[Tensor, Tensor, 
     return x, torch.arange(count) % network["num_classes"], noise
 
 
-def make_objective(network: dict[str, Any], routed: bool, device: torch.device, sharded: bool = False) -> GivenLoss:
+def make_objective(network: dict[str, Any], device: torch.device, sharded: bool = False) -> GivenLoss:
     torch.manual_seed(0)
-    net = build_network(network | ({} if routed else {"routes": []}))
+    net = build_network(network)
     if sharded:
         sharding.shard(net, device, torch.float32)
-    return GivenLoss(net if sharded else net.to(device), EDM())
+    schedule = RouteSchedule(net.routes, dense_after=STEPS // 2)
+    return GivenLoss(net if sharded else net.to(device), EDM(), schedule=schedule)
 
 
-def steps_on_cpu(network: dict[str, Any], count: int, routed: bool) -> list[tuple[float, float]]:
+def steps_on_cpu(network: dict[str, Any], count: int) -> list[tuple[float, float]]:
     """Returns loss and gradient norm of STEPS plain steps in float32, without any of train.py's machinery."""
-    objective, (x, y, noise) = make_objective(network, routed, torch.device("cpu")), make_batch(network, count)
+    objective, (x, y, noise) = make_objective(network, torch.device("cpu")), make_batch(network, count)
     optimizer, measured = torch.optim.AdamW(objective.parameters(), lr=1e-4, weight_decay=0.0), []
-    for _ in range(STEPS):
+    for objective.step in range(STEPS):
         optimizer.zero_grad()
         loss = objective(x, y, **noise)[0].mean()
         loss.backward()
@@ -177,11 +179,11 @@ def steps_on_cpu(network: dict[str, Any], count: int, routed: bool) -> list[tupl
 
 
 def steps_here(
-    machine: Machine, precision: Precision, how: speed.Compile, routed: bool, num_parts: int, sharded: bool,
+    machine: Machine, precision: Precision, how: speed.Compile, num_parts: int, sharded: bool,
 ) -> list[tuple[float, float]]:
     """Returns loss and gradient norm of STEPS of train.py's steps on all ranks together, skipped ones left out."""
     accelerator, device = machine.accelerator(precision, num_parts), machine.device
-    objective = make_objective(machine.network, routed, device, sharded)
+    objective = make_objective(machine.network, device, sharded)
     if precision == "fp8":
         speed.multiply_in_float8(objective.net)
     step = make_step(accelerator, objective, how, num_parts, sharded=sharded, label_dropout=0.0, **ADAMW)
@@ -191,6 +193,7 @@ def steps_here(
     x, y, noise = send_to_device((x[share], y[share], {name: a[share] for name, a in noise.items()}), device)
     measured: list[tuple[float, float]] = []
     for _ in range(10 * STEPS):  # the first of fp16's are skipped until its scale fits
+        objective.step = len(measured)
         loss, norm, skipped, _ = step(x, y, noise)
         if not skipped:
             measured.append((accelerator.reduce(loss, "mean").item(), norm.item()))
@@ -202,7 +205,7 @@ def steps_here(
 def check_step(
     machine: Machine, precision: Precision, how: speed.Compile = False, sharded: bool = False,
 ) -> str:
-    """Steps, dense and routed, of one and of two parts, against the CPU's; in replicas, or sharded over the ranks."""
+    """Steps, first routed and then dense, of one and of two parts, against the CPU's; in replicas, or sharded."""
     require(machine.device.type == "cuda" or precision in ("fp32", "bf16"), f"{precision} needs a GPU")
     require(machine.world > 1 or not sharded, "one process; accelerate launch starts one for each GPU")
     require(machine.device.type == "cuda" or how != "reduce-overhead", "CUDA graphs need a GPU")
@@ -210,9 +213,9 @@ def check_step(
     require(not few or precision == "fp32", "a rehearsal compiles fp32 alone")
     torch._dynamo.reset()
     apart = []
-    for routed, parts in [(True, 1)] if few else [(True, 1), (True, 2), (False, 1), (False, 2)]:
-        here = steps_here(machine, precision, how, routed, parts, sharded)
-        cpu = steps_on_cpu(machine.network, IMAGES * parts * machine.world, routed)
+    for parts in (1,) if few else (1, 2):
+        here = steps_here(machine, precision, how, parts, sharded)
+        cpu = steps_on_cpu(machine.network, IMAGES * parts * machine.world)
         apart.append((torch.tensor(here) / torch.tensor(cpu) - 1).abs().amax(0))
     loss, norm = torch.stack(apart).amax(0).tolist()
     return require_at_most(TOLERANCES[precision], f"loss within {loss:.1e} and gradient norm within {norm:.1e} of the "

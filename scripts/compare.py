@@ -74,6 +74,9 @@ def read_run(variant: str, folder: Path) -> Run:
     with as_recorded(results):
         for row in read_rows(results):
             step, score = row["source"]["step"], score_of(row)
+            if step > run["step"] == run["steps"]:
+                raise ValueError(f"{results} has a score of step {step}, and its run ended at step {run['step']}: move "
+                                 f"that row away.")
             run["scores"] += [score | {
                 "step": step, "images": step * meta["batch_size"], "flops": meta["batch_size"] * sum(
                     count * flops(routes) for routes, count in schedule.counts(step).items())}] if score else []
@@ -106,7 +109,7 @@ def score_of(row: dict[str, Any]) -> Score:
 
 def read_file(path: Path) -> list[Run]:
     """Reads a file that main has written, a line for each run, with its scores; raises ValueError for another file."""
-    runs = [run for run in read_rows(path) if "scores" in run]
+    runs = [run for run in read_rows(path) if run.keys() >= {"variant", "seed", "step", "steps", "settings", "scores"}]
     if not runs or len(runs) < len(path.read_text(encoding="utf-8").splitlines()):
         raise ValueError(f"{path} is not as compare.py has written it: copy it again, or give folders of runs.")
     return runs

@@ -22,6 +22,7 @@ from training.optimizers import load_optimizer, optimizer_tensors
 from training.run import Run
 from training.settings import ONLY_AT_START, WITHOUT_EFFECT
 from weights import checkpoint as checkpoints
+from weights.averages import names_of
 from weights.loading import Trained, find_on_main_rank, load_trained, other_data
 from weights.records import architecture, diffusion_class, diffusion_keywords
 
@@ -172,11 +173,12 @@ def restore(run: Run, folder: Path, meta: Meta) -> None:
     if meta["run_id"].rpartition("-")[0] == run.folder.name:  # else a copy, and wandb would drop its rows as known
         run.run_id = meta["run_id"]
     sharding.copy_into(run.model.state_dict(), checkpoints.load(folder, "model"))
-    for name, net in run.averages.items():
-        is_saved = f"{name}.safetensors" in meta["files"]
-        if not is_saved:
+    was = {decay: name for name, decay in names_of(meta["config"]["ema"]["decay"]).items()}
+    for name, decay in names_of(run.cfg.ema.decay).items():
+        file = was.get(decay, "ema" if name == "ema" else "model")
+        if file == "model":
             run.accelerator.print(f"{name} begins at step {run.step} with the weights of that step.")
-        sharding.copy_into(net.state_dict(), checkpoints.load(folder, name if is_saved else "model"))
+        sharding.copy_into(run.averages[name].state_dict(), checkpoints.load(folder, file))
     training = checkpoints.load(folder, "training")
     run.sums.values.copy_(training.pop("sums"))
     state = own_state(run.objective)

@@ -10,6 +10,7 @@ from conftest import ROOT
 from training_runs import killed, trained
 
 from dit import DiT
+from runtime.files import append_row, read_rows
 from scripts import compare
 
 RESULTS = ROOT / "docs/results"
@@ -80,7 +81,11 @@ def test_a_killed_run_takes_no_part_and_rows_without_a_run_are_refused(runs, tmp
         told(monkeypatch, capsys, f"a={runs}/tread-0", f"b={runs}/killed", "pairs=a:b")
     (tmp_path / "x.jsonl").write_text((RESULTS / "study-tokens/study.jsonl").read_text()[:-9])
     shutil.copytree(runs / "dit-0", tmp_path / "run", ignore=shutil.ignore_patterns("checkpoints"))
-    for path, why in (("run", "has no checkpoint, and rows without their run"),
+    shutil.copytree(runs / "dit-0", tmp_path / "longer")      # a folder whose former run was longer
+    row = read_rows(runs / "dit-0/results.jsonl")[-1]
+    append_row(tmp_path / "longer/results.jsonl", row | {"source": row["source"] | {"step": 6}})
+    for path, why in (("longer", "has a score of step 6, and its run ended at step 4: move"),
+                      ("run", "has no checkpoint, and rows without their run"),
                       ("run/results.jsonl", "is not as compare.py has written it: copy it again"),
                       ("x.jsonl", "is not as compare.py has written it: copy it again")):
         with pytest.raises(SystemExit, match=why):

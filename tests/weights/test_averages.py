@@ -68,8 +68,10 @@ def test_each_average_is_that_of_its_decay_and_the_first_that_of_a_run_with_one(
 @pytest.mark.parametrize(("overrides", "says", "expected"), [    # the file that each average begins with, and its decay
     (("ema.decay=[0.9,0.5,0.99]",), "ema-0.99 begins at step 6 with the weights of that step",
      {"ema": ("ema", 0.9), "ema-0.5": ("ema-0.5", 0.5), "ema-0.99": ("model", 0.99)}),
+    (("ema.decay=[0.5,0.9]",), "ema.decay was [0.9, 0.5] and is now [0.5, 0.9]",
+     {"ema": ("ema-0.5", 0.5), "ema-0.9": ("ema", 0.9)}),
     (("ema.decay=0.99",), "ema.decay was [0.9, 0.5] and is now 0.99", {"ema": ("ema", 0.99)}),
-], ids=["one more", "fewer, and another first"])
+], ids=["one more", "in another order", "fewer, and another first"])
 def test_a_run_resumes_with_other_averages(several, shapes, tmp_path, overrides, says, expected):
     run = shutil.copytree(several, tmp_path / "run")
     assert says in trained(run, shapes, *overrides, "steps=7", "optimizer.lr=0", "optimizer.warmup_steps=0")
