@@ -87,6 +87,14 @@ def call(tmp_path, monkeypatch, capsys):
     return call
 
 
+def test_a_call_within_a_program_takes_settings_lists_and_keywords_of_any_text(call):
+    assert call(print)[0] == 0      # which makes the config's folder this command's
+    seen: list[Small] = []
+    command("small", Small)(seen.append)(["steps=7"], name="größe (1), 007", rates=[1, 2], rate=1e-5, out=None)
+    [cfg] = seen
+    assert (cfg.steps, cfg.name, cfg.rates, cfg.rate, cfg.out) == (7, "größe (1), 007", [1, 2], 1e-5, None)
+
+
 def fail_by(error):
     def main(*_):
         raise error
