@@ -10,11 +10,14 @@ from itertools import accumulate, repeat
 from typing import Annotated, Literal
 
 import torch
-from annotated_types import Gt
+from annotated_types import Ge, Gt, Le
 from torch import Tensor
 
 from guidance import UNGUIDED, Forward, Guidance, Network
 from routing_module import Route
+
+Level = Annotated[float, Ge(1e-6), Le(1e6)]    # of noise: its squares and roots fit float32
+NotNegative = Annotated[float, Ge(0)]
 
 
 class EDM:
@@ -77,15 +80,22 @@ class EDM:
     @torch.no_grad()
     def sample(
         self, net: Network, noise: Tensor, y: Tensor, num_steps: int = 40,
-        sigma_min: float = 0.002, sigma_max: float = 80, rho: float = 7,
-        S_churn: float = 0, S_min: float = 0, S_max: float = math.inf, S_noise: float = 1,
+        sigma_min: Level = 0.002, sigma_max: Level = 80, rho: Annotated[float, Ge(0.1), Le(100)] = 7,
+        S_churn: NotNegative = 0, S_min: NotNegative = 0, S_max: NotNegative = math.inf, S_noise: NotNegative = 1,
         guidance: Guidance | None = None, randn_like: Callable[[Tensor], Tensor] = torch.randn_like,
     ) -> Tensor:
         """Turns unit noise (B, C, h, w) into latents (B, C, h, w) float32 by Heun's method with churn (Algorithm 2).
 
         Takes 2·num_steps - 1 network evaluations. The state is float64, because steps near sigma_min are small compared
-        with the state at sigma_max. `randn_like` samples the noise of churn.
+        with the state at sigma_max. `randn_like` samples the noise of churn. Raises ValueError for limits in wrong
+        order, and for settings of churn without any.
         """
+        for name, low, high in (("sigma", sigma_min, sigma_max), ("S", S_min, S_max)):
+            if low >= high:
+                raise ValueError(f"sampler.{name}_min={low} is not below sampler.{name}_max={high}.")
+        if S_churn == 0 and (S_min, S_max, S_noise) != (0, math.inf, 1):
+            raise ValueError(f"S_min={S_min} S_max={S_max} S_noise={S_noise} would change nothing without churn: also "
+                             f"set sampler.S_churn=40.")
         D = (guidance or UNGUIDED).guide(self.denoise, net, noise, y, num_steps)
         # The time grid stays on the host: comparing or reading it never waits for the device.
         ramp = torch.linspace(0, 1, num_steps, dtype=torch.float64)
@@ -132,8 +142,8 @@ class DDPM(EDM):
     @torch.no_grad()
     def sample(
         self, net: Network, noise: Tensor, y: Tensor, num_steps: int = 40,
-        sigma_min: float = 0.002, sigma_max: float = 80, rho: float = 7,
-        S_churn: float = 0, S_min: float = 0, S_max: float = math.inf, S_noise: float = 1,
+        sigma_min: Level = 0.002, sigma_max: Level = 80, rho: Annotated[float, Ge(0.1), Le(100)] = 7,
+        S_churn: NotNegative = 0, S_min: NotNegative = 0, S_max: NotNegative = math.inf, S_noise: NotNegative = 1,
         guidance: Guidance | None = None, randn_like: Callable[[Tensor], Tensor] = torch.randn_like,
         solver: Literal["heun", "ancestral"] = "heun",
     ) -> Tensor:

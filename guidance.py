@@ -125,9 +125,9 @@ class Guidance:
                              f"strong one {shape_of(net)}: choose a checkpoint of the same data.")
 
     def routes_at(self, net: Network, gamma: Gamma, progress: float) -> tuple[Route, ...]:
-        """Returns the routes of one pass; () at a ratio of 0, which is the dense network."""
+        """Returns the routes of one pass; () at a ratio that routes no token, which is the dense network."""
         ratio = ratio_at(gamma, progress)
-        if not ratio:
+        if not ratio or not int(ratio * net.pos_embed.shape[1]):
             return ()
         routes = net.routes if self.routes is None else resolve_routes(self.routes, len(net.blocks))
         return tuple(replace(route, selection_ratio=ratio, path_drop=0.0) for route in routes)
@@ -149,6 +149,9 @@ class Guidance:
         net2 = self.net2 or net
         mask_noise_at = mask_noise_from(noise)
 
+        def routed(routes: tuple[Route, ...]) -> list[int]:     # tokens; two ratios may route equally many
+            return [int(route.selection_ratio * net.pos_embed.shape[1]) for route in routes]
+
         def guided(x: Tensor, t: float, step: int) -> Tensor:
             def run(network: Network, routes: tuple[Route, ...], x: Tensor, y: Tensor) -> Tensor:
                 forward: Forward = network
@@ -159,7 +162,7 @@ class Guidance:
 
             progress = step / max(1, num_steps - 1)
             routes1, routes2 = self.routes_at(net, self.gamma1, progress), self.routes_at(net2, self.gamma2, progress)
-            same_pass = net2 is net and routes1 == routes2
+            same_pass = net2 is net and routed(routes1) == routed(routes2)
             inside = self.interval is None or self.interval[0] <= t <= self.interval[1]
             if self.scale == 1 or not inside or (same_pass and not self.drop_label):
                 return run(net, routes1, x, y)

@@ -63,7 +63,7 @@ def main(cfg: SampleSettings) -> None:
     elif out.suffix == ".npz":
         write_npz(images, out, seeds, labels, settings, ("latents", "labels") if cfg.latents else ("arr_0", "arr_1"))
     else:
-        write_pngs(images, out, seeds, labels, settings)
+        write_pngs(images, out.resolve() if out.is_symlink() else out, seeds, labels, settings)
     state.print(f"{len(seeds)} {'latents' if cfg.latents else 'images'} from {trained.checkpoint.folder}: {out}")
 
 

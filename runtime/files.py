@@ -60,8 +60,19 @@ def remove_leftovers(folder: Path, names: str = "*") -> None:
     """Removes what killed processes have left of files `names` (a glob), which `atomic_write` was writing there."""
     for unfinished in folder.glob(f".{names}.*.tmp"):
         process = re.search(r"\.(\d+)\.tmp$", unfinished.name)
-        if process and not os.path.exists(f"/proc/{process[1]}"):   # it runs no more, on this machine
+        if process and not is_running(int(process[1])):
             remove(unfinished)
+
+
+def is_running(pid: int) -> bool:
+    """True if a process of this machine has this number; another may have it by now."""
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:     # another user's, which /proc may hide, and macOS has none
+        pass
+    return True
 
 
 def is_pointer(start: bytes) -> bool:
@@ -246,7 +257,7 @@ def lock_folder(folder: Path, mistake: str) -> FileLock:
     process gets its lock again. On a file system without locks it prints a warning and continues.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder.absolute() / ".lock"
+    file = Path(os.path.abspath(folder), ".lock")
     lock = FileLock(file, fallback_to_soft=False, is_singleton=True)  # a soft lock would outlive a kill
     if lock in _locked_files and identity(file) != _locked_files[lock]:
         lock.release(force=True)  # of a folder that was here before

@@ -24,9 +24,9 @@ class GridSettings(SamplingSettings):
 
 
 def default_grid(cfg: GridSettings, trained: Trained) -> Path:
-    """Returns the path of a grid, in the run's samples/ or else here, with a hash of the settings in its name."""
-    settings = files.record_sha256(cfg.model_dump(mode="json", exclude={"checkpoint", "out"}))[:8]
-    checkpoint, name = trained.checkpoint, f"{trained.checkpoint.weights}-{settings}.png"
+    """Returns the path of a grid, in the run's samples/ or here, with a hash of settings and weights in its name."""
+    checkpoint, plain = trained.checkpoint, cfg.model_dump(mode="json", exclude={"checkpoint", "out"})
+    name = f"{checkpoint.weights}-{files.record_sha256({**plain, 'weights_sha256': checkpoint.sha256})[:8]}.png"
     if checkpoint.run is not None:
         return files.inside(checkpoint.run, "samples", f"{checkpoint.folder.name}-{name}")
     return Path(f"{Path(str(cfg.checkpoint)).name}-{name}")

@@ -23,7 +23,7 @@ class SamplerSettings(create_model("OfSome", __base__=schema.Settings, **OF_SOME
 
     model_config = ConfigDict(extra="allow")  # settings of a file in solvers/
     # A shift below 1 is LightningDiT's, whose time runs the other way.
-    shift: Annotated[float, Field(ge=1)] | Literal["size"] | None = None
+    shift: Annotated[float, Field(ge=1, le=100)] | Literal["size"] | None = None
 
 
 # A number, or a cosine's first and last.

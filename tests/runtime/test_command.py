@@ -33,9 +33,10 @@ def test_the_values_of_a_sweep_are_each_a_job_of_what_was_typed(setting, values)
     assert [each["scale"] is None for each in plain] == [True, False] * len(values)
 
 
-def test_a_tilde_is_the_home_folder(monkeypatch):
+def test_a_tilde_is_the_home_folder_and_1e4_an_integer(monkeypatch):
     monkeypatch.setenv("HOME", "/users/me")
-    cfg = read(TrainSettings, compose("config", TrainSettings, ["data.path='~/x'", "name='~x'"]))
+    cfg = read(TrainSettings, compose("config", TrainSettings, ["data.path='~/x'", "name='~x'", "steps=1e4"]))
+    assert repr(cfg.steps) == "10000"
     assert (cfg.data.path, cfg.name) == ("/users/me/x", "~x")
 
 
@@ -86,6 +87,14 @@ def call(tmp_path, monkeypatch, capsys):
     return call
 
 
+def test_a_call_within_a_program_takes_settings_lists_and_keywords_of_any_text(call):
+    assert call(print)[0] == 0      # which makes the config's folder this command's
+    seen: list[Small] = []
+    command("small", Small)(seen.append)(["steps=7"], name="größe (1), 007", rates=[1, 2], rate=1e-5, out=None)
+    [cfg] = seen
+    assert (cfg.steps, cfg.name, cfg.rates, cfg.rate, cfg.out) == (7, "größe (1), 007", [1, 2], 1e-5, None)
+
+
 def fail_by(error):
     def main(*_):
         raise error
@@ -109,7 +118,7 @@ def test_a_command_gets_the_settings_of_its_file_and_of_the_command_line_and_lea
     (["steps=3", "steps=4"], "steps is given 2 times: steps=3 steps=4."),
     (["name=a-0.tar", "name=a-1.tar", "name=a-2.tar"], "write 'name=x-{0..2}'"),
     *(([f"name={text}"], f"name={text} cannot be read: write key=value") for text in ("größe", "a (1)", "a=b")),
-    (["name=a,b"], "use key=[value1,value2] 2. To use it as string, quote the value: key='value1,value2' 3. To sweep"),
+    (["name=a,b"], "name=a,b has several values: --multirun tries them one by one."),
     (["steps=1.5"], "steps=1.5: it should be a valid integer"),
     (["lion"], "lion is not key=value: did you mean steps=lion?"),
     (["name=[1]"], "name=[1]: it should be a valid string"),

@@ -117,7 +117,8 @@ def test_no_writer_of_rows_loses_the_row_of_another(tmp_path):
 ], ids=["moved", "deleted", "replaced"])  # fmt: skip
 def test_nothing_is_written_to_a_locked_folder_that_was_moved_deleted_or_replaced(tmp_path, change):
     folder = tmp_path / "run"
-    lock = lock_folder(folder, "mistake")
+    (tmp_path / "here").mkdir()
+    lock = lock_folder(tmp_path / "here/../run", "mistake")     # as run_dir=../run is typed
     append_row(folder / "rows.jsonl", {"a": 1})
     change(folder)
     for write in (lambda: append_row(folder / "rows.jsonl", {"a": 2}), lambda: write_text(folder / "sub/x", "x"),

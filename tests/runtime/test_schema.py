@@ -39,7 +39,7 @@ QUOTES = "Text that reads as a number needs two kinds of quotes, as \"'007'\"."
 
 @pytest.mark.parametrize(("key", "value", "sentence"), [
     ("count", 0, "count=0: it should be greater than or equal to 1."),
-    ("count", 1.0, "count=1.0: it should be a valid integer."),
+    ("count", 1.5, "count=1.5: it should be a valid integer."),
     ("count", None, "count=null: it should be a valid integer."),
     ("number", float("nan"), "number=NaN: it should be a finite number."),
     ("number", "x", "number=x: it should be a valid number."),

@@ -105,12 +105,15 @@ def test_default_grids_of_other_settings_lie_side_by_side_and_none_replaces_a_pi
         before, names = names, {path.name for path in (run / "samples").iterdir()}
         assert before < names if is_new else before == names
     assert sum(name.startswith("step-00000002-model-") for name in names) == 1
-    folder = shutil.copytree(checkpoints.step_folder(run, 2), tmp_path / "published")
+    folder, other = (shutil.copytree(checkpoints.step_folder(run, step), tmp_path / place / "published")
+                     for step, place in ((2, ""), (1, "other")))
     before = {*folder.iterdir()}
     monkeypatch.chdir(tmp_path)
     sample(folder, None, "seeds=0-3")
     [grid] = tmp_path.glob("published-ema-*.png")
     assert {*folder.iterdir()} == before and json.loads(Image.open(grid).info["sampling"])["seeds"] == "0-3"
+    sample(other, None, "seeds=0-3")
+    assert len([*tmp_path.glob("published-ema-*.png")]) == 2, "other weights in a folder of the same name"
     Image.new("RGB", (4, 4)).save(grid)  # of somebody else
     with pytest.raises(SystemExit, match="was not made by this command with these settings: name another"):
         sample(folder, None, "seeds=0-3")
@@ -141,6 +144,21 @@ def test_classes_are_names_or_indices_and_none_is_guessed(names, text, labels):
             parse_classes("classes", text, len(names), names, [2])
     else:
         assert parse_classes("classes", text, len(names or "abc"), names, [2]) == labels
+
+
+@pytest.mark.parametrize(("options", "reason"), [
+    ("sampler.sigma_min=100", "sigma_min=100.0 is not below sampler.sigma_max=80"),
+    ("sampler.S_churn=4 sampler.S_max=0", "S_min=0 is not below sampler.S_max=0"),
+    ("sampler.sigma_min=0", "or equal to 0.000001"), ("sampler.sigma_max=1e9", "or equal to 1000000"),
+    ("sampler.rho=-7", "or equal to 0.1"), ("sampler.S_churn=-5", "or equal to 0"),
+    ("sampler.S_noise=1.003", "also set sampler.S_churn=40"), ("sampler.S_min=5", "also set sampler.S_churn=40"),
+    # Of 16 tokens, no pass routes any, and both route 8.
+    ("scale=2 drop_label=false gamma2=0.05", "guides nothing"),
+    ("scale=2 drop_label=false gamma1=0.5 gamma2=0.55", "guides nothing"),
+])
+def test_settings_that_would_change_nothing_or_leave_only_noise_are_refused(run, tmp_path, options, reason):
+    with pytest.raises(SystemExit, match=reason):
+        sample(run, tmp_path / "x.png", "seeds=0", *options.split(), num_steps=3)
 
 
 def test_guided_grid_folder_and_npz_from_one_process_and_from_two_are_the_same(run, tmp_path):
@@ -193,6 +211,9 @@ def test_an_output_of_the_same_settings_is_replaced_as_a_whole_and_nothing_else(
         sample(run, out, "seeds=7-8")
     assert is_refused("seeds=0-3"), "hours of sampling with other settings are kept"
     if name == "set":
+        (tmp_path / "link").symlink_to("set")   # to a larger disk
+        sample(run, tmp_path / "link", "seeds=7-8")
+        assert (tmp_path / "link").is_symlink()
         assert {file.name for file in out.iterdir()} == {"000007_3.png", "000008_0.png"}
         (out / "notes.txt").write_text("mine")
     else:
