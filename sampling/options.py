@@ -18,7 +18,7 @@ OF_SOME: dict[str, Any] = {
     name: (Any, None) for kind in (EDM, RF, DDPM) for name in keywords(kind.sample, **OF_ALL).model_fields}
 
 
-class SamplerSettings(create_model("OfSome", __base__=schema.Settings, **OF_SOME)):  # type: ignore[misc]
+class SamplerSettings(create_model("OfSome", __base__=schema.Settings, **OF_SOME)):  # type: ignore[misc]  # made at run time
     """The settings of all diffusions' samplers; null: its own value. `Sampler` checks them by the one in use."""
 
     model_config = ConfigDict(extra="allow")  # settings of a file in solvers/
