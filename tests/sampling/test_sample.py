@@ -211,6 +211,7 @@ def test_a_grid_has_at_most_ten_columns_and_a_class_begins_a_row(classes, each, 
     grid = draw_grid(images.contiguous(), labels, ["x"] * classes)
     cells = np.asarray(grid.convert("L"))[33::66, -20::-66][:, columns - 1::-1]  # in the middle of each cell
     assert len(cells) == rows and cells[cells < 255].tolist() == sorted(labels)
+    assert each == 1 or all(len({*row[row < 255].tolist()}) == 1 for row in cells)
 
 
 # ---- public reports: the source and the situation
