@@ -3,7 +3,6 @@
 import json
 import shutil
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,12 +19,12 @@ from edm import EDM
 from guidance import Guidance
 from rf import RF, sample_tread
 from routing_module import Route
-from runtime import files, ranks
+from runtime import files
 from sampling.generate import SeededNoise
 from sampling.grids import compare_guided
 from sampling.pictures import draw_grid
 from sampling.sampler import Sampler
-from weights.loading import find_on_main_rank, load_trained
+from weights.loading import load_trained
 from weights.records import build_network
 
 NETWORK = dict(input_size=8, patch_size=2, in_channels=3, hidden_size=32, depth=5, num_heads=2, num_classes=3,
@@ -65,12 +64,6 @@ def test_rf_samples_sample_treads_images_guided_and_unguided_one_row_per_class(r
         expected = np.asarray(draw_grid(images, y.tolist(), ["ant", "bee", "cat"])).astype(int)
         assert np.abs(np.asarray(Image.open(tmp_path / file)).astype(int) - expected).max() <= 1, file
     assert capsys.readouterr().out == f"{tmp_path}/g.png\n{tmp_path}/g-unguided.png\n"
-
-
-def test_rf_puts_both_grids_into_the_runs_samples(run):
-    command("rf", f"checkpoint={run}", "guidance=cfg", "seeds=0-3", "num_steps=1")
-    names = [path.name for path in (run / "samples").glob("step-00000005-ema-*.png")]
-    assert sorted("unguided" in name for name in names) == [False, True]
 
 
 @pytest.mark.parametrize(("diffusion", "settings"), [
@@ -147,10 +140,3 @@ def test_several_scales_and_ratios_are_scored_by_one_command_and_those_that_are_
     points = [(row["source"]["guidance"]["scale"], row["source"]["guidance"]["gamma2"]) for row in rows]
     assert points == [(1.5, 0.5), (1.5, [0.9, 0.3]), (2, 0.5), (2, [0.9, 0.3])]
     assert {path.name for path in tmp_path.iterdir()} == {"run"}, "Hydra leaves no folder"
-
-
-def test_a_rank_raises_what_the_main_one_did_not_find(run, monkeypatch):
-    other = SimpleNamespace(num_processes=2, process_index=1, is_main_process=False)
-    monkeypatch.setattr(ranks, "broadcast_object_list", lambda parts: [None, "why"])
-    with pytest.raises(ValueError, match="^why$"):
-        find_on_main_rank(other, run)

@@ -45,21 +45,17 @@ def trained(folder, data, *settings):
 # ---- what a step takes ----------------------------------------------------------------------------------------------
 
 
-def test_a_schedule_gives_each_step_its_routes_and_says_when_they_change():
+def test_a_schedule_gives_each_step_its_routes():
     other = Route(1, 1, 0.75)
     schedule = RouteSchedule((ROUTE,), dense_before=2, dense_after=7, changes=((4, (other,)), (6, ())))
     dense, other_dense = replace(ROUTE, selection_ratio=0.0), replace(other, selection_ratio=0.0)
     taken = [route for step in range(9) for route in schedule.at(step)]
     assert taken == [dense, dense, ROUTE, ROUTE, other, other, other_dense, other_dense, other_dense]
-    assert str(schedule) == ("none; from step 2 on 2→2 at selection ratio 0.5; from step 4 on 1→1 at selection "
-                             "ratio 0.75; from step 6 on none; from step 7 on none")
-    assert (str(RouteSchedule(())), str(RouteSchedule((ROUTE,)))) == ("none", "2→2 at selection ratio 0.5")
     assert RouteSchedule((ROUTE,)).at(10**6) == (ROUTE,)
     sampling = RouteSchedule((ROUTE,), selection_ratios=(0.3, 0.7), changes=((4, ()),))
     assert {*ratios_of(sampling, 4)} == {0.3, 0.7} and ratios_of(sampling, 20)[4:] == 16 * [0]
     sprint = RouteSchedule((Route(2, 3, 0.75, path_drop=0.1),), dense_after=1)
     assert sprint.at(1) == (Route(2, 3, 0.0, path_drop=0.1),)   # path drop continues where the network is dense
-    assert str(sprint).endswith("from step 1 on 2→3 at selection ratio 0.0, path drop 0.1")
 
 
 @settings(deadline=None)
@@ -84,7 +80,6 @@ def test_each_ratio_is_sampled_equally_often_for_all_routes_of_a_step_and_anothe
     counted = Counter(map(tuple, first))
     assert first != other and counted.keys() == {(0.3, 0.3), (0.5, 0.5), (0.7, 0.7)}
     assert all(abs(count - 1000) < 120 for count in counted.values())
-    assert "at random each step" in str(schedules[0])
 
 
 # ---- training on it -------------------------------------------------------------------------------------------------

@@ -157,27 +157,10 @@ def test_a_token_comes_back_with_its_value_from_before_the_block_that_the_route_
         assert torch.equal(after[stays], kept[route.end_layer_idx].flatten(0, 1))
 
 
-def test_the_gradient_of_a_token_that_left_reaches_the_block_that_it_returns_from():
-    model = net([Route(2, 4, 0.5, return_from=1)])
-    inputs, noise = [], torch.rand(4, 1, 16)
-    for block in model.blocks[1:3]:
-        block.register_forward_pre_hook(lambda _, args: args[0].retain_grad() or inputs.append(args[0]))
-    out = []
-    model.blocks[5].register_forward_pre_hook(lambda _, args: out.append(args[0]))
-    model(*batch(), routes=model.routes, mask_noise=noise)
-    ids = router.get_mask(torch.empty(4, 16, 1), 0.5, noise[:, 0])
-    left = torch.ones(4, 16, dtype=torch.bool).scatter_(1, ids, False)
-    out[0][left].sum().backward()
-    assert (inputs[0].grad[left] == 1).all() and not inputs[0].grad[~left].any() and not inputs[1].grad.any()
-
-
 def test_the_default_route_returns_the_very_tensor_that_left():
     before = {0: tokens(), 2: tokens()}
     assert Route(2, -4, 0.5).returning(before) is before[2]
-    assert Route(2, -4, 0.5, return_from=0).returning(before) is before[0]
     assert Route(2, -4, 0.5).plain() == {"start_layer_idx": 2, "end_layer_idx": -4, "selection_ratio": 0.5}
     assert Route(**Route(0, 4, 0.0, 1.0).plain()) == Route(0, 4, 0.0, 1.0, 1.0)
     assert resolve_routes([Route(0, -4, 0.5, 1.0, 0.5)], 12) == (Route(0, 8, 0.5, 1.0, 0.5),)
-    assert "back" not in str(Route(2, 8, 0.5)) and str(Route(0, 4, 0.5, 1.0)).endswith("back as 1·x_T + 1·x_D_last")
-    assert str(Route(8, 24, 0.5, return_from=2)).endswith("at selection ratio 0.5, back from before block 2")
     assert Route(2, 8, 0.5).is_identity and not Route(2, 8, 0.5, return_from=0).is_identity
