@@ -29,8 +29,7 @@ from weights.records import build_network
 
 NETWORK = dict(input_size=8, patch_size=2, in_channels=3, hidden_size=32, depth=5, num_heads=2, num_classes=3,
                routes=[dict(selection_ratio=0.5, start_layer_idx=1, end_layer_idx=3)], init="xavier")
-
-
+score = partial(run_command, fid.main, "fid.py", "cpu=true")
 write_flow = partial(write_run, network=NETWORK, diffusion={"name": "rf"}, class_names=["ant", "bee", "cat"])
 
 
@@ -46,15 +45,9 @@ def reference(tmp_path_factory):
     return path
 
 
-def command(name, *overrides):
-    """Runs an entry in this process as its command line does."""
-    entry = {"rf": compare_guided, "fid": fid.main}[name]
-    run_command(entry, f"{name}.py", "cpu=true", *overrides)
-
-
 def test_rf_samples_sample_treads_images_guided_and_unguided_one_row_per_class(run, tmp_path, capsys):
-    command("rf", f"checkpoint={run}", "guidance=tread", "gamma1=0.3", "gamma2=0.7", "scale=1.8", "num_steps=4",
-            "seeds=0-23", f"out={tmp_path}/g.png")
+    run_command(compare_guided, "rf.py", "cpu=true", f"checkpoint={run}", "guidance=tread", "gamma1=0.3", "gamma2=0.7",
+                "scale=1.8", "num_steps=4", "seeds=0-23", f"out={tmp_path}/g.png")
     trained, seeds = load_trained(run), list(range(24))  # eight a class
     y = torch.tensor([seed % 3 for seed in seeds])
     noise = SeededNoise(seeds, "cpu").randn((3, 8, 8))
@@ -101,8 +94,8 @@ def test_scores_say_how_they_were_guided(run, reference, tmp_path):
     weak = write_flow(tmp_path / "weak", step=6)
     results, folder = tmp_path / "results.jsonl", weak / "checkpoints/step-00000006"
     for overrides in ([], ["guidance=tread", "gamma2=[0.9,0.5]"], ["guidance=autoguidance", f"weak={weak}"]):
-        command("fid", f"checkpoint={run}", f"reference={reference}", "features=pixels", "num_samples=6", "num_steps=2",
-                f"results={results}", *overrides)
+        score(f"checkpoint={run}", f"reference={reference}", "features=pixels", "num_samples=6", "num_steps=2",
+              f"results={results}", *overrides)
     rows = files.read_rows(results)
     plain, tread, auto = (row["source"] for row in rows)
     assert (plain["guidance"], plain["sampler"]) == (None, {"solver": "euler"})
@@ -125,17 +118,17 @@ def test_several_scales_and_ratios_are_scored_by_one_command_and_those_that_are_
     sweep = ["--multirun", f"checkpoint={shutil.copytree(run, tmp_path / 'run')}", f"reference={reference}",
              "features=pixels", "num_samples=6", "num_steps=2", "guidance=tread", "gamma1=0", "scale=1.5,2",
              "gamma2=0.5,[0.9,0.3]"]
-    command("fid", *sweep)
+    score(*sweep)
     rows = files.read_rows(results)
     results.write_text("".join(json.dumps(row) + "\n" for row in rows[:3]))  # as if killed in the last score
     capsys.readouterr()
-    command("fid", *sweep)
+    score(*sweep)
     again = files.read_rows(results)
     assert again[:3] == rows[:3] and [row["metrics"] for row in again] == [row["metrics"] for row in rows]
     assert capsys.readouterr().out.count(f"scored before, in {results}. To score them again, set tag=<another>") == 3
     monkeypatch.setattr("scoring.results.commit", lambda: "abc-dirty")  # the code may be another each time
     for _ in range(2):
-        command("fid", *sweep[1:-2], "scale=2", "gamma2=0.5")
+        score(*sweep[1:-2], "scale=2", "gamma2=0.5")
     assert len(files.read_rows(results)) == 6
     points = [(row["source"]["guidance"]["scale"], row["source"]["guidance"]["gamma2"]) for row in rows]
     assert points == [(1.5, 0.5), (1.5, [0.9, 0.3]), (2, 0.5), (2, [0.9, 0.3])]

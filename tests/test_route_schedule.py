@@ -17,7 +17,6 @@ from edm import EDM
 from guidance import Guidance
 from objectives import build_objective
 from routing_module import Route, RouteSchedule
-from runtime import files
 from scripts import compare
 from weights import checkpoint as checkpoints
 from weights.loading import load_trained
@@ -95,14 +94,19 @@ def test_an_off_ramp_is_the_dense_command_after_it(taught, tmp_path):
     assert printed.count("step 4/6  routes none") == 1
 
 
-def test_what_was_trained_is_recorded_and_guidance_uses_the_initial_route(taught, tmp_path):
-    trained(tmp_path / "run", taught, "route_schedule.dense_after=0.85", "route_schedule.selection_ratios=[0.25,0.75]")
+def test_what_was_trained_is_recorded_and_guidance_uses_the_initial_route(taught, pixel_reference, tmp_path):
+    trained(tmp_path / "run", taught, "route_schedule.dense_after=0.85", "route_schedule.selection_ratios=[0.25,0.75]",
+            "evaluate.every=3", f"evaluate.reference={pixel_reference}", "evaluate.num_samples=2",
+            "evaluate.num_steps=1")
     meta = checkpoints.read_meta(checkpoints.latest(tmp_path / "run"))
     assert meta["route_schedule"] == {"dense_after": 5, "selection_ratios": [0.25, 0.75]}
     net = load_trained(tmp_path / "run").net
     assert net.routes == (ROUTE,) and Guidance(1.5, 0.25, 0.75).routes_at(net, 0.75, 0.0) == (Route(2, 2, 0.75),)
     schedule = build_schedule(net, meta["route_schedule"], meta["seed"])
     assert len({*ratios_of(schedule, 5)}) == 2 and ratios_of(schedule, 6)[5] == 0
+    flops = [8 * 6 * sum(multiply_adds(net, schedule.at(step))) for step in range(6)]
+    scored = [score["flops"] for score in compare.read_run("x", tmp_path / "run")["scores"]]
+    assert scored == [0, sum(flops[:3]), sum(flops)]
     printed = trained(tmp_path / "run", taught, "route_schedule.dense_after=0.85", "steps=12",
                       "route_schedule.selection_ratios=[0.25,0.75]")
     assert 'route_schedule was {"dense_after": 5, ' in printed and 'and is now {"dense_after": 10, ' in printed
@@ -121,21 +125,3 @@ def test_every_objective_takes_the_routes_of_its_step(name):
         objective(torch.randn(2, 3, 8, 8), torch.tensor([0, 1]), **arrays)
     routes = [kwargs.get("routes", args[3] if len(args) > 3 else ()) for args, kwargs in seen]
     assert routes == [schedule.at(step) for step in range(3)]
-
-
-# ---- what it takes --------------------------------------------------------------------------------------------------
-
-
-def test_flops_of_a_comparison_are_those_of_the_steps_that_were_taken(tmp_path):
-    changes, net = {"dense_after": 2, "selection_ratios": [0.25, 0.75]}, build_network(NETWORK)
-    meta = {"step": 4, "network": NETWORK, "route_schedule": changes, "seed": 3, "batch_size": 8,
-            "config": {"steps": 4}, "diffusion": {}, "data": {"fingerprint": "x"}, "history": []}
-    checkpoints.save(checkpoints.step_folder(tmp_path, 4), dict.fromkeys(("ema", "model"), net.state_dict()), meta)
-    source = {"in_training": True, "guidance": None, "seeds": "0", "precision": "fp32", "multiply_adds": {}}
-    for step in (0, 1, 4):
-        files.append_row(tmp_path / "results.jsonl", {
-            "source": {**source, "step": step}, "metrics": {"fid": 1.0}, "extractor": {"name": "x"}, "images": 2,
-            "device": "cpu", "versions": {}, "reference": {"path": "x"}})
-    cost = [8 * 6 * sum(multiply_adds(net, routes)) for routes in map(build_schedule(net, changes, 3).at, range(4))]
-    assert [score["flops"] for score in compare.read_run("x", tmp_path)["scores"]] == [0, cost[0], sum(cost)]
-    assert cost[2] == cost[3] == 8 * 6 * sum(multiply_adds(net)) > cost[0]

@@ -3,13 +3,12 @@
 import argparse
 import json
 import re
-from functools import reduce
 from pathlib import Path
 
 import diffusers
 import pytest
 import torch
-from closed_forms import amplitude_of, fill, wave
+from closed_forms import fill, wave
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
 from spoils import refused
@@ -23,7 +22,6 @@ from guidance import Guidance
 from rf import RF
 from runtime.schema import CONFIGS, read
 from scripts import import_weights
-from weights.foreign import DIFFUSERS_NAMES
 from weights.loading import Trained, load_trained
 
 SIT, REPA, LIGHTNING = published("sit"), published("repa"), published("lightning")
@@ -54,20 +52,27 @@ def tables(side: int = 4, head_dim: int = 16) -> dict:
 
 def weights_of(form: str) -> dict:
     """The weights with which the published side ran, under the keys of its file."""
-    if form in ("dit", "sit", "tread", "diffusers"):
-        state = fill(DiT(**TINY, learn_sigma=form != "tread")).state_dict()
-        return to_diffusers(state) if form == "diffusers" else state
+    if form in ("dit", "sit", "tread"):
+        return fill(DiT(**TINY, learn_sigma=form != "tread")).state_dict()
     if form == "lightningdit":
         return filled(DiT(**TINY_LIGHTNING)).state_dict() | tables()
-    shapes = {key: value.shape for key, value in DiT(**TINY).state_dict().items()}
-    layers = [(32, 64), (32, 32), (24, 32)]
-    for i, (rows, columns) in zip((0, 2, 4), layers, strict=True):
-        shapes |= {f"projectors.0.{i}.weight": (rows, columns), f"projectors.0.{i}.bias": (rows,)}
-    assert sorted(shapes) == REPA["keys"]
-    empty = {key: torch.empty(shape) for key, shape in shapes.items() if key != "pos_embed"}
-    state = {key: wave(tuple(value.shape), k, amplitude_of(value))
-             for k, (key, value) in enumerate(sorted(empty.items()))}
-    return state | {"pos_embed": DiT(**TINY).pos_embed}
+    if form == "diffusers":
+        return diffusers_dit().state_dict()
+    repa, layers = DiT(**TINY), (nn.Linear(64, 32), nn.SiLU(), nn.Linear(32, 32), nn.SiLU(), nn.Linear(32, 24))
+    repa.projectors = nn.ModuleList([nn.Sequential(*layers)])
+    assert sorted(repa.state_dict()) == REPA["keys"]
+    return fill(repa).state_dict()
+
+
+def diffusers_dit() -> diffusers.DiTTransformer2DModel:
+    """diffusers' own DiT as it is with DiT's weights: equal embedders, and DiT's frequencies and epsilon."""
+    theirs = fill(diffusers.DiTTransformer2DModel(
+        num_attention_heads=4, attention_head_dim=16, out_channels=8, num_layers=3, sample_size=8,
+        num_embeds_ada_norm=10, norm_eps=1e-6))
+    for block in theirs.transformer_blocks:
+        block.norm1.emb.time_proj.downscale_freq_shift = 0
+        block.norm1.emb.load_state_dict(theirs.transformer_blocks[0].norm1.emb.state_dict())
+    return theirs
 
 
 def published_file(form: str, folder, state: dict | None = None):
@@ -262,18 +267,6 @@ def test_what_could_be_read_in_two_ways_or_not_completely_is_refused(content, we
 # ---- diffusers' DiT -------------------------------------------------------------------------------------------------
 
 EMBEDDER = "transformer_blocks.1.norm1.emb.timestep_embedder.linear_1.weight"
-THEIRS = diffusers.DiTTransformer2DModel(num_attention_heads=4, attention_head_dim=16, out_channels=8, num_layers=3,
-                                         sample_size=8, num_embeds_ada_norm=10, norm_eps=1e-6)
-
-
-def to_diffusers(state: dict) -> dict:
-    renamed = {}
-    for key in THEIRS.state_dict():
-        name = reduce(lambda name, rule: re.sub(*rule, name), DIFFUSERS_NAMES, key)
-        part = re.search(r"\.to_([qkv])\.", name)
-        whole = state[re.sub(r"\.to_[qkv]\.", ".qkv.", name)]
-        renamed[key] = (whole.chunk(3)["qkv".index(part[1])] if part else whole).clone()
-    return renamed
 
 
 def write_pipeline(folder, state: dict, **schedule: object) -> None:
@@ -291,7 +284,7 @@ def write_pipeline(folder, state: dict, **schedule: object) -> None:
 
 
 def test_diffusers_own_dit_is_read_with_and_without_its_pipeline(tmp_path):
-    write_pipeline(tmp_path / "whole", to_diffusers(RAW))
+    write_pipeline(tmp_path / "whole", weights_of("diffusers"))
     read = [imported(tmp_path / "whole", "diffusers", num_heads=None, autoencoder=None)]
     assert read[0].autoencoder == str(tmp_path / "whole/vae") and read[0].display_names[:2] == ["tench", "goldfish"]
     (tmp_path / "whole/transformer").rename(tmp_path / "alone")
@@ -300,18 +293,19 @@ def test_diffusers_own_dit_is_read_with_and_without_its_pipeline(tmp_path):
     (tmp_path / "alone/config.json").unlink()
     with pytest.raises(ValueError, match="its settings are in config.json: copy that beside it"):
         imported(tmp_path / "alone", "diffusers")
+    state = read[0].net.state_dict()
     for each in read:
         assert type(each.diffusion) is DDPM and each.net.blocks[0].attn.num_heads == 4
-        assert all(torch.equal(each.net.state_dict()[key], value) for key, value in RAW.items())
+        assert all(torch.equal(value, state[key]) for key, value in each.net.state_dict().items())
 
 
 @pytest.mark.parametrize("changes, schedule, says", [
     *(({}, {name: value}, f"it says {name}={value}") for name, value in (
         ("prediction_type", "v_prediction"), ("num_train_timesteps", 500), ("beta_schedule", "squaredcos_cap_v2"),
         ("rescale_betas_zero_snr", True), ("norm_eps", 0.001), ("activation_fn", "gelu"))),
-    ({EMBEDDER: to_diffusers(RAW)[EMBEDDER] + 1}, {}, f"{EMBEDDER} differs from another block's")])
+    ({EMBEDDER: weights_of("diffusers")[EMBEDDER] + 1}, {}, f"{EMBEDDER} differs from another block's")])
 def test_a_pipeline_without_dits_schedule_or_of_several_embedders_is_refused(changes, schedule, says, tmp_path):
-    write_pipeline(tmp_path / "x", to_diffusers(RAW) | changes, **schedule)
+    write_pipeline(tmp_path / "x", weights_of("diffusers") | changes, **schedule)
     with pytest.raises(ValueError, match=says):
         imported(tmp_path / "x", "diffusers", num_heads=None)
 
@@ -384,10 +378,9 @@ class NearNoise(nn.Module):
         return torch.cat([x, torch.zeros_like(x)], dim=1) + 0.1 * self.net(x, t, y)
 
 
-@pytest.mark.parametrize("form, case", [*(("dit", case) for case in DDPM_["ancestral"]), (
-    "diffusers", DDPM_["ancestral"][1])])
-def test_ancestral_sampling_equals_facebookresearch_dit(form, case, tmp_path):
-    assert_equal(sampled(DDPM(), NearNoise(loaded(form, tmp_path).net), case, "ancestral"), case["out"])
+@pytest.mark.parametrize("case", DDPM_["ancestral"])
+def test_ancestral_sampling_equals_facebookresearch_dit(case, tmp_path):
+    assert_equal(sampled(DDPM(), NearNoise(loaded("dit", tmp_path).net), case, "ancestral"), case["out"])
 
 
 def test_ancestral_sampling_without_a_variance_is_refused():

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import run_command
-from test_foreign import imported
+from test_foreign import diffusers_dit, imported
 from test_published_parity import TINY, fill
 from torch import Tensor
 
@@ -142,13 +142,8 @@ def test_dit_by_ddpm_guided_on_three_channels(num_steps, tmp_path):
 @pytest.mark.parametrize("num_steps", [10, 50])
 @torch.no_grad()
 def test_diffusers_own_network_and_scheduler_sample_our_latents(num_steps, tmp_path):
-    """Their class with DiT's frequencies and one epsilon in all norms; their scheduler with its schedule in float64."""
-    theirs = fill(diffusers.DiTTransformer2DModel(
-        num_attention_heads=4, attention_head_dim=16, out_channels=8, num_layers=3, sample_size=8,
-        num_embeds_ada_norm=CLASSES, norm_eps=1e-6)).eval()
-    for block in theirs.transformer_blocks:
-        block.norm1.emb.time_proj.downscale_freq_shift = 0
-        block.norm1.emb.load_state_dict(theirs.transformer_blocks[0].norm1.emb.state_dict())
+    """Their scheduler has its schedule in float64."""
+    theirs = diffusers_dit()
     theirs.save_pretrained(tmp_path / "x")
     scheduler = diffusers.DDPMScheduler(variance_type="learned_range", clip_sample=False, timestep_spacing="linspace")
     scheduler.alphas_cumprod = (1 - torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64)).cumprod(0)
