@@ -8,8 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 import training_runs
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from training_runs import assert_same_end, killed
 
 from dit import multiply_adds
@@ -57,25 +55,14 @@ def test_a_schedule_gives_each_step_its_routes():
     assert sprint.at(1) == (Route(2, 3, 0.0, path_drop=0.1),)   # path drop continues where the network is dense
 
 
-@settings(deadline=None)
-@given(seeds=st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1)), steps=st.lists(st.integers(0, 10**6)),
-       dense_after=st.integers(1, 10**6))
-def test_a_steps_routes_are_a_function_of_seed_and_step(seeds, steps, dense_after):
-    schedules = [RouteSchedule((ROUTE, Route(4, 4, 0.1)), dense_after=dense_after, seed=seed,
-                               selection_ratios=(0.3, 0.5, 0.7)) for seed in (seeds[0], *seeds)]
-    state = torch.get_rng_state()
-    in_order, again, _ = ([schedule.at(step) for step in sorted(steps)] for schedule in schedules)
-    assert in_order == again == [schedules[0].at(step) for step in sorted(steps)]
-    assert all({route.selection_ratio for route in routes} < {0, 0.3, 0.5, 0.7} for routes in in_order)
-    assert all((step >= dense_after) == (routes[0].selection_ratio == 0)
-               for step, routes in zip(sorted(steps), in_order, strict=True))
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_each_ratio_is_sampled_equally_often_for_all_routes_of_a_step_and_another_seed_samples_others():
+def test_each_ratio_is_sampled_equally_often_for_all_routes_of_a_step_by_seed_and_step_alone():
     schedules = [RouteSchedule((ROUTE, Route(4, 4, 0.1)), selection_ratios=(0.3, 0.5, 0.7), seed=seed)
                  for seed in (0, 1)]
+    state = torch.get_rng_state()
     first, other = (ratios(schedule, 3000) for schedule in schedules)
+    backwards = [schedules[0].at(step) for step in reversed(range(3000))]
+    assert first == [[route.selection_ratio for route in routes] for routes in reversed(backwards)]
+    assert torch.equal(torch.get_rng_state(), state), "it takes random numbers from training"
     counted = Counter(map(tuple, first))
     assert first != other and counted.keys() == {(0.3, 0.3), (0.5, 0.5), (0.7, 0.7)}
     assert all(abs(count - 1000) < 120 for count in counted.values())

@@ -121,13 +121,3 @@ def test_an_empty_file_in_the_hubs_cache_is_named_with_the_advice_to_delete_it(h
     cached("me/x", Path("alone"))
     with pytest.raises(ValueError, match="blobs/ema.safetensors-blob is empty: delete it"):
         find_checkpoint("me/x")
-
-
-def test_half_precision_is_made_as_on_the_page_of_the_example(here):
-    page = (Path(__file__).parents[2] / "examples/emoji/README.md").read_text(encoding="utf-8")
-    lines = page.partition("```python\n")[2].partition("```")[0]
-    exec(lines.replace("runs/emoji_example", "run"), {})
-    trained = load_trained("emoji")
-    assert {value.dtype for value in load_file("emoji/ema.safetensors").values()} == {torch.float16}
-    for key, value in load_trained("run").net.state_dict().items():
-        assert torch.equal(trained.net.state_dict()[key], value.half().float())
