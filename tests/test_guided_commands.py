@@ -27,7 +27,7 @@ from sampling.sampler import Sampler
 from weights.loading import load_trained
 from weights.records import build_network
 
-NETWORK = dict(input_size=8, patch_size=2, in_channels=3, hidden_size=32, depth=5, num_heads=2, num_classes=3,
+NETWORK = dict(input_size=16, patch_size=4, in_channels=3, hidden_size=32, depth=5, num_heads=2, num_classes=3,
                routes=[dict(selection_ratio=0.5, start_layer_idx=1, end_layer_idx=3)], init="xavier")
 score = partial(run_command, fid.main, "fid.py", "cpu=true")
 write_flow = partial(write_run, network=NETWORK, diffusion={"name": "rf"}, class_names=["ant", "bee", "cat"])
@@ -38,19 +38,12 @@ def run(tmp_path_factory):
     return write_flow(tmp_path_factory.mktemp("runs") / "flow", step=5)
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory):
-    path = tmp_path_factory.mktemp("reference") / "ref.npz"
-    np.savez(path, arr_0=np.random.default_rng(0).integers(0, 256, (20, 8, 8, 3), dtype=np.uint8))
-    return path
-
-
 def test_rf_samples_sample_treads_images_guided_and_unguided_one_row_per_class(run, tmp_path, capsys):
     run_command(compare_guided, "rf.py", "cpu=true", f"checkpoint={run}", "guidance=tread", "gamma1=0.3", "gamma2=0.7",
                 "scale=1.8", "num_steps=4", "seeds=0-23", f"out={tmp_path}/g.png")
     trained, seeds = load_trained(run), list(range(24))  # eight a class
     y = torch.tensor([seed % 3 for seed in seeds])
-    noise = SeededNoise(seeds, "cpu").randn((3, 8, 8))
+    noise = SeededNoise(seeds, "cpu").randn((3, 16, 16))
     for file, latents in (("g.png", sample_tread(trained.net, 0.3, trained.net, 0.7, noise, y, num_steps=4, scale=1.8)),
                           ("g-unguided.png", RF().sample(trained.net, noise, y, num_steps=4))):
         images = (127.5 * latents + 128).clamp(0, 255).byte().permute(0, 2, 3, 1)
@@ -72,7 +65,7 @@ def test_the_cost_of_sampling_is_what_torchs_flop_counter_sees(diffusion, settin
     linear, attention = Sampler(diffusion, 5, guidance).cost(net)
     # The counter does not know the CPU's fused attention.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        diffusion.sample(net, torch.randn(2, 3, 8, 8), torch.tensor([0, 1]), num_steps=5, guidance=guidance)
+        diffusion.sample(net, torch.randn(2, 3, 16, 16), torch.tensor([0, 1]), num_steps=5, guidance=guidance)
     assert counter.get_total_flops() == 2 * 2 * (linear + attention)  # two images, two FLOPs a multiply-add
     assert 0 < attention < linear
 
@@ -90,11 +83,11 @@ def test_the_published_costs_come_out_at_256_tokens():
     assert abs(an_evaluation(gamma1=0.5, gamma2=0.9, drop_label=False) - 97.7) < 0.06
 
 
-def test_scores_say_how_they_were_guided(run, reference, tmp_path):
+def test_scores_say_how_they_were_guided(run, pixel_reference, tmp_path):
     weak = write_flow(tmp_path / "weak", step=6)
     results, folder = tmp_path / "results.jsonl", weak / "checkpoints/step-00000006"
     for overrides in ([], ["guidance=tread", "gamma2=[0.9,0.5]"], ["guidance=autoguidance", f"weak={weak}"]):
-        score(f"checkpoint={run}", f"reference={reference}", "features=pixels", "num_samples=6", "num_steps=2",
+        score(f"checkpoint={run}", f"reference={pixel_reference}", "features=pixels", "num_samples=6", "num_steps=2",
               f"results={results}", *overrides)
     rows = files.read_rows(results)
     plain, tread, auto = (row["source"] for row in rows)
@@ -110,12 +103,12 @@ def test_scores_say_how_they_were_guided(run, reference, tmp_path):
 
 
 def test_several_scales_and_ratios_are_scored_by_one_command_and_those_that_are_scored_skipped(
-    run, reference, tmp_path, monkeypatch, capsys,
+    run, pixel_reference, tmp_path, monkeypatch, capsys,
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("scoring.results.commit", lambda: "abc")
     results = tmp_path / "run/results.jsonl"
-    sweep = ["--multirun", f"checkpoint={shutil.copytree(run, tmp_path / 'run')}", f"reference={reference}",
+    sweep = ["--multirun", f"checkpoint={shutil.copytree(run, tmp_path / 'run')}", f"reference={pixel_reference}",
              "features=pixels", "num_samples=6", "num_steps=2", "guidance=tread", "gamma1=0", "scale=1.5,2",
              "gamma2=0.5,[0.9,0.3]"]
     score(*sweep)
