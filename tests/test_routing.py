@@ -139,7 +139,7 @@ def test_a_token_comes_back_with_its_value_from_before_the_block_that_the_route_
         assert torch.equal(after[stays], kept[route.end_layer_idx].flatten(0, 1))
 
 
-def test_the_default_route_returns_the_very_tensor_that_left():
+def test_a_plain_route_returns_the_very_tensor_that_left_and_its_record_leaves_out_defaults():
     before = {0: tokens(), 2: tokens()}
     assert Route(2, -4, 0.5).returning(before) is before[2]
     assert Route(2, -4, 0.5).plain() == {"start_layer_idx": 2, "end_layer_idx": -4, "selection_ratio": 0.5}

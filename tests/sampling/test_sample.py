@@ -1,4 +1,4 @@
-"""An image is a function of its seed, its label and the weights; checkpoints of every kind load."""
+"""An image is a function of its seed, its label and the weights; what is refused, written and laid out as a grid."""
 
 import json
 import shutil
