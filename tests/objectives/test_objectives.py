@@ -45,8 +45,7 @@ def loss_of(objective, **arrays):
 
 
 @pytest.mark.parametrize(("name", "routes", "settings", "says"), [
-    ("version2", [], {}, "There is no objectives/version2.py; choose one of alignment, .*version1"),
-    ("teachers", [], {}, "There is no objectives/teachers.py"),
+    ("teachers", [], {}, "There is no objectives/teachers.py; choose one of alignment, .*version1"),
     ("alignment", [], dict(shapes={"teacher": (12, 4, 4)}), r"has rows of shape \(12, 4, 4\): run .*patch_size=2"),
     ("version1", [], {}, "set diffusion=edm, model.routes, and model.selection=random"),
 ])
@@ -99,17 +98,13 @@ def test_under_autocast_the_angle_and_its_mean_are_computed_in_float32(dtype):
     torch.testing.assert_close(terms["alignment"].double(), exact, rtol=0, atol=1e-6)  # of bfloat16 it would be 1e-3
 
 
-def test_a_run_whose_loss_falls_below_zero_is_sound_logs_its_term_and_saves_a_plain_network(taught, tmp_path):
+def test_a_run_whose_loss_falls_below_zero_is_sound(taught, tmp_path):
     for steps in (6, 8):
         trained(tmp_path / "run", taught, "objective=alignment", "objective.weight=20", "optimizer.warmup_steps=0",
                 f"steps={steps}", "checkpoint.every=1", "log.every=1")
-    last, end = rows(tmp_path / "run")[-1], end_of(tmp_path / "run")
-    assert last["loss"] < 0 and last["step"] == 8 and last["loss_alignment"] < 0
+    last = rows(tmp_path / "run")[-1]
+    assert last["step"] == 8 and last["loss"] < 0 and last["loss_alignment"] < 0
     assert all(checkpoints.is_sound(folder) for folder in checkpoints.all_steps(tmp_path / "run"))
-    state = {key for key in end["training"] if key.startswith("objective.")
-             and not key.endswith(("exp_avg", "exp_avg_sq", "step"))}
-    assert state == {f"objective.projector.{layer}.{kind}" for layer in (0, 2, 4) for kind in ("weight", "bias")}
-    assert end["model"].keys() == end["ema"].keys() and not any("projector" in key for key in end["model"])
 
 
 # ---- a loss of one's own: those that CONTRIBUTING.md shows

@@ -21,9 +21,8 @@ QKV = "blocks.0.attn.qkv.weight"
 
 
 @pytest.mark.parametrize(("typed", "name"), [
-    ("model", "model"), ("ema", "ema"), ("ema-0.9990", "ema-0.999"), ("ema-.5", "ema-0.5"),
-    *2 * [("ema-1e-05", "ema-1e-05"), (f"ema-{0.00025}", "ema-0.00025")],
-    *((wrong, None) for wrong in ("ema-", "last", "ema-2.5", "ema-std0.05", "../ema", "training", "ema_0.9"))])
+    ("model", "model"), ("ema-0.9990", "ema-0.999"), ("ema-.5", "ema-0.5"), ("ema-1e-05", "ema-1e-05"),
+    *((wrong, None) for wrong in ("ema-", "ema-2.5", "../ema", "training", "ema_0.9"))])
 def test_names_have_one_spelling_and_others_are_refused(typed, name):
     if name is None:
         with pytest.raises(ValueError, match=r"neither model, ema nor ema-<decay>"):

@@ -12,13 +12,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import run_command
-from test_foreign import imported
+from test_foreign import diffusers_dit, imported
 from test_published_parity import TINY, fill
 from torch import Tensor
 
 import sample
 from dit import DiT
 from sampling.generate import SeededNoise
+from weights.loading import Trained
 
 SEEDS, CLASSES = [0, 1, 2], 10
 
@@ -109,7 +110,10 @@ def ode(velocity, x: Tensor, times: np.ndarray, heun: bool = False) -> Tensor:
     return x
 
 
-def latents(folder, out, *options) -> Tensor:
+def latents(trained: Trained, *options: str) -> Tensor:
+    """Samples the seeds' latents from an imported checkpoint by sample.py."""
+    folder = trained.checkpoint.folder
+    out = folder.with_suffix(".npz")
     run_command(sample.main, "sample.py", f"checkpoint={folder}", "latents=true", f"out={out}", "cpu=true",
                 f"seeds={SEEDS[0]}-{SEEDS[-1]}", *options)
     with np.load(out) as arrays:
@@ -134,21 +138,15 @@ def test_dit_by_ddpm_guided_on_three_channels(num_steps, tmp_path):
     assert trained.autoencoder == "sd_vae_mse"
     noise, x, y = begin()
     theirs = ddpm(lambda *call: network(state, *call), noise, x, y, num_steps, 1.5)
-    ours = latents(trained.checkpoint.folder, tmp_path / "x.npz", f"num_steps={num_steps}", "sampler.solver=ancestral",
-                   "guidance=cfg", "scale=1.5", "channels=3")
-    assert_same(ours, theirs)
+    assert_same(latents(trained, f"num_steps={num_steps}", "sampler.solver=ancestral", "guidance=cfg", "scale=1.5",
+                        "channels=3"), theirs)
 
 
 @pytest.mark.parametrize("num_steps", [10, 50])
 @torch.no_grad()
 def test_diffusers_own_network_and_scheduler_sample_our_latents(num_steps, tmp_path):
-    """Their class with DiT's frequencies and one epsilon in all norms; their scheduler with its schedule in float64."""
-    theirs = fill(diffusers.DiTTransformer2DModel(
-        num_attention_heads=4, attention_head_dim=16, out_channels=8, num_layers=3, sample_size=8,
-        num_embeds_ada_norm=CLASSES, norm_eps=1e-6)).eval()
-    for block in theirs.transformer_blocks:
-        block.norm1.emb.time_proj.downscale_freq_shift = 0
-        block.norm1.emb.load_state_dict(theirs.transformer_blocks[0].norm1.emb.state_dict())
+    """Their scheduler has its schedule in float64."""
+    theirs = diffusers_dit()
     theirs.save_pretrained(tmp_path / "x")
     scheduler = diffusers.DDPMScheduler(variance_type="learned_range", clip_sample=False, timestep_spacing="linspace")
     scheduler.alphas_cumprod = (1 - torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64)).cumprod(0)
@@ -159,10 +157,9 @@ def test_diffusers_own_network_and_scheduler_sample_our_latents(num_steps, tmp_p
     for t in scheduler.timesteps:
         out = guided(lambda x, t, y: theirs(x, t.long(), y).sample, x.float(), float(t), y, 1.5)
         x = scheduler.step(out, t, x, generator=noise.generators).prev_sample
-    folder = imported(tmp_path / "x", "diffusers", num_heads=None).checkpoint.folder
-    ours = latents(folder, tmp_path / "x.npz", f"num_steps={num_steps}", "sampler.solver=ancestral", "guidance=cfg",
-                   "scale=1.5", "channels=4")
-    assert_same(ours, x)
+    trained = imported(tmp_path / "x", "diffusers", num_heads=None)
+    assert_same(latents(trained, f"num_steps={num_steps}", "sampler.solver=ancestral", "guidance=cfg", "scale=1.5",
+                        "channels=4"), x)
 
 
 def edm(denoise, noise: SeededNoise, x: Tensor, num_steps: int, churn: float) -> Tensor:
@@ -188,22 +185,19 @@ def edm(denoise, noise: SeededNoise, x: Tensor, num_steps: int, churn: float) ->
 def test_edm2s_sampler_around_our_checkpoints_guided_by_a_weak_one(churn, tmp_path):
     for seed in (6, 7):
         weights(tmp_path / f"{seed}.pt", seed, False, {}, scale=0.5)
-    trained = [imported(tmp_path / f"{seed}.pt", "tread", weights="ema") for seed in (6, 7)]
+    strong, weak = (imported(tmp_path / f"{seed}.pt", "tread", weights="ema") for seed in (6, 7))
     noise, x, y = begin()
 
     def denoise(x: Tensor, sigma: float) -> Tensor:  # Eq. 7 and Table 1, with sigma_data = 0.5
         x, level = x.float(), torch.full((len(x), 1, 1, 1), sigma)
         total = level**2 + 0.25
         c_skip, c_out, c_in, c_noise = 0.25 / total, level * 0.5 / total.sqrt(), 1 / total.sqrt(), level.log() / 4
-        one, other = (c_skip * x + c_out * each.net(c_in * x, c_noise.flatten(), y) for each in trained)
+        one, other = (c_skip * x + c_out * each.net(c_in * x, c_noise.flatten(), y) for each in (strong, weak))
         return other + 2.0 * (one - other)
 
-    theirs = edm(denoise, noise, x, 10, churn)
-    strong, weak = (each.checkpoint.folder for each in trained)
-    ours = latents(strong, tmp_path / "x.npz", "num_steps=10", "guidance=autoguidance", f"weak={weak}", "scale=2",
-                   *(f"sampler.{setting}" for setting in (
-                       f"S_churn={churn}", "S_min=0.05", "S_max=50", "S_noise=1.003") if churn))
-    assert_same(ours, theirs)
+    churned = [f"sampler.{setting}" for setting in (f"S_churn={churn}", "S_min=0.05", "S_max=50", "S_noise=1.003")]
+    assert_same(latents(strong, "num_steps=10", "guidance=autoguidance", f"weak={weak.checkpoint.folder}", "scale=2",
+                        *(churned if churn else ())), edm(denoise, noise, x, 10, churn))
 
 
 SIT_ARGS = {"model": "SiT-XL/2", "path_type": "Linear", "prediction": "velocity"}
@@ -217,9 +211,8 @@ def test_sit_by_its_ode_with_its_second_half_and_without(learn_sigma, tmp_path):
     _, x, y = begin()
     theirs = ode(lambda z, t: guided(lambda *call: network(state, *call)[:, :4], z, t, y, 1.5, channels=3), x,
                  np.linspace(0, 1, 11))  # data at t = 1
-    folder = imported(tmp_path / "x.pt", "sit").checkpoint.folder
-    ours = latents(folder, tmp_path / "x.npz", "num_steps=10", "guidance=cfg", "scale=1.5", "channels=3")
-    assert_same(ours, theirs)
+    trained = imported(tmp_path / "x.pt", "sit")
+    assert_same(latents(trained, "num_steps=10", "guidance=cfg", "scale=1.5", "channels=3"), theirs)
 
 
 @pytest.mark.parametrize("heun", [True, False])
@@ -230,10 +223,9 @@ def test_repa_by_its_ode_in_an_interval(heun, qk_norm, tmp_path):
     _, x, y = begin()
     theirs = ode(lambda z, t: guided(lambda *call: network(state, *call), z, t, y, 1.8 if t <= 0.7 else None), x,
                  np.linspace(1, 0, 11), heun)  # noise at t = 1
-    folder = imported(tmp_path / "x.pt", "repa").checkpoint.folder
-    ours = latents(folder, tmp_path / "x.npz", "num_steps=10", f"sampler.solver={'heun' if heun else 'euler'}",
-                   "guidance=cfg", "scale=1.8", "interval=[0,0.7]")
-    assert_same(ours, theirs)
+    trained = imported(tmp_path / "x.pt", "repa", num_heads=None if qk_norm else 4)
+    assert_same(latents(trained, "num_steps=10", f"sampler.solver={'heun' if heun else 'euler'}", "guidance=cfg",
+                        "scale=1.8", "interval=[0,0.7]"), theirs)
 
 
 @torch.no_grad()
@@ -248,7 +240,6 @@ def test_autoguidance_of_a_sit_by_a_repa(tmp_path):
         return w + 2.0 * (v - w)
 
     theirs = ode(velocity, x, np.linspace(1, 0, 11))
-    folders = [imported(tmp_path / f"{form}.pt", form).checkpoint.folder for form in ("sit", "repa")]
-    ours = latents(folders[0], tmp_path / "x.npz", "num_steps=10", "guidance=autoguidance", f"weak={folders[1]}",
-                   "scale=2")
-    assert_same(ours, theirs)
+    sit, repa = (imported(tmp_path / f"{form}.pt", form) for form in ("sit", "repa"))
+    assert_same(latents(sit, "num_steps=10", "guidance=autoguidance", f"weak={repa.checkpoint.folder}", "scale=2"),
+                theirs)
