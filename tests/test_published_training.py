@@ -254,8 +254,8 @@ def test_two_ranks_of_train_py_end_where_two_of_compvis_tread_do(tmp_path):
         program = ("import json, sys, latents.loader, train; from closed_forms import Replayed, in_order; "
                    "names, order = map(json.loads, sys.argv[1:3]); del sys.argv[1:3]; Replayed(names).replace(); "
                    "latents.loader._plan = in_order(order); train.main()")
-        assert forked.Command("-c", program, json.dumps(NAMES), json.dumps(case["order"]), *overrides,
-                              *(f"{key}={as_text(value)}" for key, value in settings.items()), ranks=2).wait() == 0
+        assert forked.run("-c", program, json.dumps(NAMES), json.dumps(case["order"]), *overrides,
+                              *(f"{key}={as_text(value)}" for key, value in settings.items()), ranks=2).returncode == 0
 
     model, ema, losses = train(tmp_path, case, TRAINERS["tread"], command=on_two_ranks)
     assert_same_training(case, model, ema, losses)

@@ -5,7 +5,6 @@ What public reports describe has its source in the test.
 
 import contextlib
 import json
-import os
 import shutil
 import signal
 from unittest.mock import Mock
@@ -13,7 +12,7 @@ from unittest.mock import Mock
 import forked
 import pytest
 from conftest import PATIENCE, change_record
-from training_runs import assert_same_end, refusal, rows, start, train, train_here, trained, wait_until
+from training_runs import assert_same_end, command, refusal, rows, start, train_here, trained, wait_until
 
 from runtime import files
 from training.run_folder import changed_settings, check_resumable, discard_after
@@ -45,13 +44,12 @@ def test_a_run_that_is_killed_again_and_again_ends_bit_identical_to_one_that_was
 
 def test_a_signal_saves_and_exits_with_a_clear_line_and_the_run_resumes_unchanged(shapes, reference, tmp_path):
     run, number = tmp_path / "run", signal.SIGTERM
-    process = start(run, shapes)
-    wait_until(lambda: (run / "metrics.jsonl").is_file() and (run / "metrics.jsonl").stat().st_size > 0, process)
-    os.killpg(process.pid, number)
-    output = "".join(process.communicate())
-    assert process.returncode == 128 + number
-    assert f"Stopped by {number.name} at step" in output and "The same command resumes." in output
-    assert "Traceback" not in output
+    life = start(run, shapes)
+    wait_until(lambda: (run / "metrics.jsonl").is_file() and (run / "metrics.jsonl").stat().st_size > 0, life)
+    life.signal(number)
+    ended = life.wait()
+    assert ended.code == 128 + number and not ended.has_traceback
+    assert f"Stopped by {number.name} at step" in ended.stdout and "The same command resumes." in ended.stdout
     assert checkpoints.latest(run) is not None
     trained(run, shapes)
     assert_same_end(run, reference)
@@ -67,7 +65,9 @@ def test_a_full_disk_ends_the_run_with_a_one_line_error_and_leaves_the_last_good
     good = checkpoints.latest(run)
     size = max(path.stat().st_size for path in good.iterdir())
 
-    result = train(run, shapes, file_size=size // 2)  # no file may grow past half a checkpoint's
+    program = ("import resource, sys, train; resource.setrlimit(resource.RLIMIT_FSIZE, 2 * (int(sys.argv.pop(1)),)); "
+               "sys.argv[0] = 'train.py'; train.main()")
+    result = forked.run("-c", program, size // 2, *command(run, shapes)[1:])  # no file grows past half a checkpoint's
     assert result.returncode == 1 and "File too large" in result.stderr and "MiB are free" in result.stderr
     assert "could not be written" in result.stderr and "Earlier checkpoints are untouched" in result.stderr
     assert checkpoints.latest(run) == good and [p.name for p in (run / "checkpoints").iterdir()] == [good.name]
@@ -142,8 +142,7 @@ def test_two_processes_cannot_train_one_run(shapes, tmp_path):
     first = start(run, shapes, "steps=100000")
     wait_until(lambda: (run / "metrics.jsonl").is_file(), first)
     assert "Another process is training" in refusal(run, shapes)
-    os.killpg(first.pid, signal.SIGKILL)
-    first.communicate()
+    first.wait(0)
 
 
 # ---- a run that moves, grows or is copied ---------------------------------------------------------------------------

@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 import shutil
-import subprocess
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,12 +27,8 @@ def command(run: Path, data: Path, *overrides) -> list[str]:
         "log.trackers=[]", *overrides])]
 
 
-def train(run, data, *overrides, **options) -> subprocess.CompletedProcess:
-    return forked.run(*command(run, data, *overrides), **options)
-
-
 def train_here(run, data, *overrides) -> SimpleNamespace:
-    """Trains in this process, as `train` does in another, and so without the seconds that imports take."""
+    """Trains in this process, without the seconds that imports take."""
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)  # which keeps the first precision of a process
@@ -90,9 +85,9 @@ def end_of(run: Path) -> dict[str, dict[str, torch.Tensor]]:
     return {name: checkpoints.load(checkpoints.latest(run), name) for name in ("model", "ema", "training")}
 
 
-def start(run, data, *overrides) -> forked.Command:
+def start(run, data, *overrides) -> forked.Life:
     """Starts training in a session of its own, so that a signal reaches every rank, as a scheduler's does."""
-    return forked.Command(*command(run, data, *overrides))
+    return forked.start(*command(run, data, *overrides))
 
 
 def write_run(folder: Path, network: dict, step: int = 1, diffusion: dict | None = None, **data) -> Path:
@@ -113,9 +108,9 @@ def rows(run: Path) -> list[dict]:
             for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def wait_until(condition, process):
+def wait_until(condition, life):
     deadline = time.monotonic() + PATIENCE
-    while not condition() and process.poll() is None:
+    while not condition() and life.returncode is None:
         assert time.monotonic() < deadline, "the run did not get there"
         time.sleep(0.0005)
 

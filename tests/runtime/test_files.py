@@ -103,7 +103,7 @@ def test_no_writer_of_rows_loses_the_row_of_another(tmp_path):
             append_row(path, {"tag": tag, "i": i, "pad": "x" * 3000})
 
     lives = [Life(lambda tag=tag: append(tag)) for tag in range(2)]
-    while any(life.process.is_alive() for life in lives):
+    while any(life.returncode is None for life in lives):
         append_row(path, {"source": {"in_training": True, "step": 9}})
         discard_after(tmp_path, 5)
     assert [life.wait(PATIENCE).code for life in lives] == [0, 0]
