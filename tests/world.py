@@ -16,7 +16,7 @@ from weights import checkpoint as checkpoints
 EMA, STEP = "checkpoints/step-00000004/ema.safetensors", "checkpoints/step-00000004"
 NETWORK = ["model.backbone_type=DiT-S/4", "model.hidden_size=8", "model.depth=7", "model.num_heads=2"]
 WORKING = {  # settings with which each command works
-    "train": ["data=folder", "data.path=latents", "run_dir=new", "steps=1", "batch_size=6", "samples.every=0",
+    "train": ["data=folder", "data.path=latents", "run_dir=new", "steps=1", "batch_size=null", "samples.every=0",
               "precision=fp32", "compile=false", "cpu=true", "log.trackers=[]", "evaluate.every=0",
               "evaluate.features=pixels", *NETWORK],
     "sample": ["checkpoint=run", "out=new.png", "num_steps=1", "seeds=0-1", "cpu=true"],

@@ -7,10 +7,9 @@ import time
 
 import forked
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from training_runs import assert_same_end, command, rows, trained, wait_until
 
-from runtime import files, ranks
+from runtime import ranks
 from runtime.device import join_ranks
 from weights import checkpoint as checkpoints
 
@@ -151,14 +150,3 @@ def test_a_signal_while_a_grid_is_sampled_saves_the_step_and_the_grid_is_made_on
     assert_same_end(run, whole)
     grids = [{path.name: path.read_bytes() for path in (folder / "samples").iterdir()} for folder in (run, whole)]
     assert grids[0] == grids[1] and len(grids[0]) == 2
-
-
-def test_tensorboards_curves_do_not_go_back_where_a_killed_run_resumes(shapes, tmp_path):
-    """tensorflow/tensorboard#3732: steps after the last checkpoint are logged twice, and curves zigzag."""
-    run, options = tmp_path / "run", ("log.trackers=[tensorboard]", "log.every=1", "checkpoint.every=4")
-    trained(run, shapes, *options, "steps=7")
-    files.remove(checkpoints.step_folder(run, 7))  # as if killed after step 7
-    trained(run, shapes, *options, "steps=9")
-    events = EventAccumulator(str(run / "tread"))
-    events.Reload()
-    assert [event.step for event in events.Scalars("loss")] == [*range(1, 10)]
