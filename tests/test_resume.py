@@ -76,15 +76,10 @@ def test_a_full_disk_ends_the_run_with_a_one_line_error_and_leaves_the_last_good
 
 @pytest.mark.parametrize(("newest", "patches", "overrides", "code", "says"), [
     (24, {}, ["checkpoint.keep_last=1", "checkpoint.every=1"], 0, "Finished 24 steps"),
-    (24, {}, ["seed=1", "optimizer.lr=0.5", "batch_size=4"], 1, "has finished its 24 steps with other settings: seed "
-     "was 0 and is now 1; batch_size was 8 and is now 4; optimizer.lr was 0.004 and is now 0.5. Train with these under "
-     "another name=<name> or run_dir=<folder>, or continue that run with a larger steps=."),
-    (24, {}, ["model.init=xavier"], 1, "model.init was adaln_zero and is now xavier"),
-    (24, {}, ["model=dit", "precision=bf16"], 1,
-     "precision was fp32 and is now bf16; model.name was tread and is now dit"),
+    (24, {}, ["model.init=xavier", "optimizer.lr=0.5"], 1,
+     "other settings: model.init was adaln_zero and is now xavier; optimizer.lr was 0.004 and is now 0.5."),
     (20, {}, ["steps=20"], 0, "Finished 20 steps"),
     (24, {}, ["steps=4"], 1, "more than steps=4"),
-    (24, {}, ["optimizer=muon", "steps=30"], 1, "another optimizer"),
     (24, {"accelerate.Accelerator.init_trackers": Mock(side_effect=RuntimeError("no network"))},
      ["steps=30", "log.trackers=[wandb]"], 1, "could not start"),
     (20, {"runtime.ranks.StopRequest.agreed": lambda *_: signal.SIGTERM}, ["optimizer.lr=0.5", "steps=30"], 143,
@@ -104,17 +99,6 @@ def test_a_command_that_takes_no_step_changes_no_file(shapes, reference, tmp_pat
     assert result.returncode == code and says in result.stdout + result.stderr, result.stderr
     assert contents(run) == before
     assert "Resuming with a change" not in result.stdout or "steps=30" in overrides
-
-
-def test_what_a_killed_save_or_pruning_has_left_is_removed_on_the_next_start(shapes, tmp_path):
-    run = tmp_path / "run"
-    trained(run, shapes, "steps=1", "checkpoint.keep_last=1")
-    older = shutil.copytree(checkpoints.latest(run), run / "checkpoints/step-00000000")
-    checkpoints.write_meta(older, checkpoints.read_meta(older) | {"step": 0})
-    half = run / "checkpoints/.step-00000004.tmp"
-    half.mkdir()
-    trained(run, shapes, "steps=1")
-    assert checkpoints.latest(run) and not older.exists() and not half.exists()
 
 
 def test_a_resumed_run_knows_its_lowest_loss(shapes, tmp_path):
