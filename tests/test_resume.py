@@ -1,4 +1,4 @@
-"""Runs that are killed, interrupted, out of disk or damaged resume: nothing is lost, and nothing changes.
+"""Runs that are killed, out of disk or damaged resume: nothing is lost, and nothing changes. Signals: test_ranks.py.
 
 What public reports describe has its source in the test.
 """
@@ -12,7 +12,8 @@ from unittest.mock import Mock
 import forked
 import pytest
 from conftest import PATIENCE, change_record
-from training_runs import assert_same_end, command, refusal, rows, start, train_here, trained, wait_until
+from filelock import FileLock
+from training_runs import assert_same_end, command, refusal, rows, train_here, trained
 
 from runtime import files
 from training.run_folder import changed_settings, check_resumable, discard_after
@@ -40,19 +41,6 @@ def test_a_run_that_is_killed_again_and_again_ends_bit_identical_to_one_that_was
     assert "resuming" in trained(run, shapes)
     assert_same_end(run, reference)
     assert not list((run / "checkpoints").glob(".*.tmp"))
-
-
-def test_a_signal_saves_and_exits_with_a_clear_line_and_the_run_resumes_unchanged(shapes, reference, tmp_path):
-    run, number = tmp_path / "run", signal.SIGTERM
-    life = start(run, shapes)
-    wait_until(lambda: (run / "metrics.jsonl").is_file() and (run / "metrics.jsonl").stat().st_size > 0, life)
-    life.signal(number)
-    ended = life.wait()
-    assert ended.code == 128 + number and not ended.has_traceback
-    assert f"Stopped by {number.name} at step" in ended.stdout and "The same command resumes." in ended.stdout
-    assert checkpoints.latest(run) is not None
-    trained(run, shapes)
-    assert_same_end(run, reference)
 
 
 def contents(run) -> dict:
@@ -122,11 +110,9 @@ def test_a_row_truncated_by_a_kill_costs_no_other_row(tmp_path):
 
 
 def test_two_processes_cannot_train_one_run(shapes, tmp_path):
-    run = tmp_path / "run"
-    first = start(run, shapes, "steps=100000")
-    wait_until(lambda: (run / "metrics.jsonl").is_file(), first)
-    assert "Another process is training" in refusal(run, shapes)
-    first.wait(0)
+    (tmp_path / "run").mkdir()
+    with FileLock(tmp_path / "run/.lock"):
+        assert "Another process is training" in refusal(tmp_path / "run", shapes)
 
 
 # ---- a run that moves, grows or is copied ---------------------------------------------------------------------------

@@ -4,13 +4,11 @@ import contextlib
 import io
 import json
 import shutil
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import forked
 import torch
-from conftest import PATIENCE, last_of_each, run_command
+from conftest import last_of_each, run_command
 from safetensors.torch import load_file
 
 from train import main
@@ -85,11 +83,6 @@ def end_of(run: Path) -> dict[str, dict[str, torch.Tensor]]:
     return {name: checkpoints.load(checkpoints.latest(run), name) for name in ("model", "ema", "training")}
 
 
-def start(run, data, *overrides) -> forked.Life:
-    """Starts training in a session of its own, so that a signal reaches every rank, as a scheduler's does."""
-    return forked.start(*command(run, data, *overrides))
-
-
 def write_run(folder: Path, network: dict, step: int = 1, diffusion: dict | None = None, **data) -> Path:
     """Writes a checkpoint of an untrained network of pixels, whose seed is the step, and returns the run."""
     torch.manual_seed(step)
@@ -106,13 +99,6 @@ def rows(run: Path) -> list[dict]:
     """The rows of metrics.jsonl without what depends on the clock."""
     return [{k: v for k, v in json.loads(line).items() if k not in TIMINGS}
             for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def wait_until(condition, life):
-    deadline = time.monotonic() + PATIENCE
-    while not condition() and life.returncode is None:
-        assert time.monotonic() < deadline, "the run did not get there"
-        time.sleep(0.0005)
 
 
 def assert_same_end(run: Path, reference: Path):

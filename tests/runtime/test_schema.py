@@ -1,6 +1,5 @@
 """Settings and records are declared: a value of a wrong type or range raises a one-line error."""
 
-import json
 from typing import Annotated
 
 import pytest
@@ -69,13 +68,3 @@ def test_a_damaged_record_raises_a_one_line_error_with_the_remedy(tmp_path, text
     with pytest.raises(ValueError) as error:
         schema.read_record(Note, tmp_path / "note.json", "Write it again.")
     assert words in str(error.value) and str(error.value).endswith(" Write it again.")
-
-
-def test_a_record_may_hold_more_than_is_read(tmp_path):
-    (tmp_path / "note.json").write_text(json.dumps({"count": 2, "new": 1}))
-    assert schema.read_record(Note, tmp_path / "note.json", "").count == 2
-
-
-def test_an_error_has_its_first_line():
-    assert schema.first_line(RuntimeError("Missing:\n\tweight")) == "Missing: weight"
-    assert schema.first_line(OSError()) == "OSError"
