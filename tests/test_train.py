@@ -56,11 +56,6 @@ def test_steps_without_a_finite_gradient_are_skipped_counted_and_too_many_stop_t
     assert skipped == sorted(skipped) and skipped[-1] >= 6 and rows(run)[-1]["loss"] is None
     good = checkpoints.step_folder(run, 6)  # the last one from before the learning rate that was too high
     assert f"Move checkpoints newer than {good} away to resume from it; and lower optimizer.lr" in said
-    useful, first, *_, last = (load_file(path / "model.safetensors") for path in checkpoints.all_steps(run)
-                               if checkpoints.step_of(path) >= 6)
-    assert all(torch.equal(first[key], last[key]) for key in first)  # skipped steps moved nothing
-    largest = [max(value.abs().max() for value in weights.values()) for weights in (useful, first)]
-    assert largest[0] < 1e6 < largest[1]
 
 
 def test_a_run_whose_every_step_is_skipped_does_not_finish_however_short_it_is(shapes, tmp_path, monkeypatch):

@@ -28,7 +28,6 @@ from weights.loading import load_trained
 from weights.records import build_network
 
 STEPS = 8
-ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 RAMPS = ("route_schedule.dense_before=1", "route_schedule.dense_after=4",
          "route_schedule.selection_ratios=[0.25,0.5,0.75]")
 SMALL = ("model.depth=3", "model.routes=[{start_layer_idx:1,end_layer_idx:1,selection_ratio:0.5}]")
@@ -42,7 +41,7 @@ def fork(world: int, *works, before=lambda rank: None) -> Ended:
         rank = int(os.environ["RANK"])
         before(rank)
         for group, work in zip(groups, works, strict=True):
-            os.environ.update(ALONE | group[rank])
+            os.environ.update(group[rank])
             AcceleratorState._reset_state(reset_partial_state=True)
             torch._dynamo.reset()
             work()
@@ -126,10 +125,8 @@ def routed(shapes, pixel_reference, tmp_path_factory) -> Path:
     sampled = [f"samples.every={STEPS}", "samples.seeds=0-4", "samples.num_steps=2", f"evaluate.every={STEPS}",
              f"evaluate.reference={pixel_reference}", "evaluate.num_samples=7", "evaluate.num_steps=2",
              "evaluate.batch_size=2", "evaluate.guidance_scales=[null,1.5]"]
-    all_well(on_ranks(2,
-                      *(command(folder / how, shapes, *SMALL, f"sharding={how}", f"steps={STEPS}", "log.every=1",
-                                "checkpoint.every=100", *sampled)[1:]
-                           for how in ("none", "fsdp")), before=weigh))
+    all_well(on_ranks(2, *(command(folder / how, shapes, *SMALL, f"sharding={how}", f"steps={STEPS}", "log.every=1",
+                                   "checkpoint.every=100", *sampled)[1:] for how in ("none", "fsdp")), before=weigh))
     return folder
 
 
@@ -245,9 +242,8 @@ def spoil(rank: int) -> None:
 @pytest.fixture(scope="module")
 def spoiled(shapes, tmp_path_factory) -> tuple[Path, Ended]:
     run = tmp_path_factory.mktemp("spoiled") / "run"
-    return run, on_ranks(2,
-                         command(run, shapes, "sharding=fsdp", *SMALL, "steps=9", "log.every=1",
-                                 "checkpoint.every=1")[1:], before=spoil)
+    return run, on_ranks(2, command(run, shapes, "sharding=fsdp", *SMALL, "steps=9", "log.every=1",
+                                    "checkpoint.every=1")[1:], before=spoil)
 
 
 def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(spoiled):
