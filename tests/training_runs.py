@@ -1,4 +1,4 @@
-"""Small training runs for tests, in processes of their own or in this one."""
+"""Small training runs for tests, in this process, and how they are compared."""
 
 import contextlib
 import io
