@@ -1,15 +1,14 @@
-"""Commands in processes of their own that pay for no imports: children of one process that has imported them already.
+"""Work and commands in processes of their own that pay for no imports: children of one that has imported them already.
 
 They are killed, stopped, timed out and started as ranks like any other. Only tests that start Python show what an
-import does. The parent of a `Command` is a server without threads; that of a `Life` is the test's process, which must
-not have started threads.
+import does. A command's parent is a server without threads; that of other work is the test's process, which must not
+have started threads.
 """
 
 import builtins
 import contextlib
 import io
 import os
-import resource
 import runpy
 import signal
 import socket
@@ -17,8 +16,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import forkserver, get_context
 from pathlib import Path
 
@@ -28,46 +28,39 @@ from conftest import PATIENCE, ROOT
 PRELOADED = ("train", "sample", "fid", "scripts.prepare_latents", "forked")
 
 
-def live(program: str, arguments: tuple[str, ...], env: dict, output: list[str], file_size: int | None) -> None:
-    """Becomes `python <program> <arguments>` in a session of its own, whose files may have up to `file_size` bytes."""
-    os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.chdir(ROOT)
-    os.environ.clear()
-    os.environ.update(env)
-    for number, path in enumerate([os.devnull, *output]):
-        file = os.open(path, os.O_RDWR | os.O_APPEND)
-        os.dup2(file, number)
-        os.close(file)
-    sys.stdout, sys.stderr = (os.fdopen(os.dup(number), "w", buffering=1) for number in (1, 2))
-    if file_size is not None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, file_size))
-    if program == "-c":
-        sys.argv = ["-c", *arguments[1:]]
-        exec(arguments[0], {"__name__": "__main__"})
-    else:
-        sys.argv = [program, *arguments]
-        runpy.run_path(program, run_name="__main__")
+@dataclass(frozen=True)
+class Ended:
+    """How a life ended: its exit status, negative for a signal, what it printed, and whether its time ran out."""
+
+    code: int
+    stdout: str
+    stderr: str
+    out_of_time: bool
+
+    @property
+    def printed(self) -> str:
+        return self.stderr + self.stdout
+
+    @property
+    def has_traceback(self) -> bool:
+        return "Traceback (most recent call last)" in self.printed
 
 
-class Command:
-    """A command that runs, with what it has of subprocess.Popen; `pid` is its group too."""
+class Life:
+    """Processes that do `work` in sessions of their own, one in each of `environments`, and print into two files."""
 
-    def __init__(self, program: str, *arguments: str, file_size: int | None = None, ranks: int = 1, **env: str):
-        self.folder = tempfile.TemporaryDirectory(prefix="forked-")
+    def __init__(self, work: Callable[[], None], *environments: Mapping[str, str], start_method: str = "fork"):
+        self.began, self.folder = time.monotonic(), tempfile.TemporaryDirectory(prefix="forked-")
         self.output = [Path(self.folder.name, name) for name in ("stdout", "stderr")]
         for path in self.output:
             path.touch()
-        start_server()
         self.processes = [
-            get_context("forkserver").Process(target=live, daemon=True, args=(
-                program, tuple(map(str, arguments)), {**os.environ, **env, **rank}, [*map(str, self.output)],
-                file_size))
-            for rank in ranks_of(ranks)]
+            get_context(start_method).Process(target=live, args=(work, {**os.environ, **env}, self.output), daemon=True)
+            for env in environments or [{}]]
         for process in self.processes:
             process.start()
         self.pid = self.processes[0].pid
-        while self.processes[0].exitcode is None and not is_leader(self.pid):  # before that, signals would miss it
+        while not all(map(has_session, self.processes)):  # before that, signals would miss it
             time.sleep(0.001)
 
     @property
@@ -76,44 +69,62 @@ class Command:
         codes = [process.exitcode for process in self.processes]
         return None if None in codes else next(filter(None, codes), 0)
 
-    poll = returncode.fget
+    def signal(self, number: int) -> None:
+        """Sends a signal to the processes and to all that they have started."""
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
 
-    def wait(self) -> int:
-        """Waits for the end, and prints what the command printed, as one does that inherits the streams."""
-        print(*self.communicate(), sep="")
-        return self.returncode
-
-    def communicate(self, timeout: float = PATIENCE) -> tuple[str, str]:
-        """Waits for the end of all ranks, which the first that fails brings, as with torchrun; returns what was
-        printed.
+    def wait(self, seconds: float = PATIENCE) -> Ended:
+        """Waits for the end of all ranks, which the first that fails brings, as with torchrun; kills what takes longer
+        than `seconds`.
         """
-        deadline, failed = time.monotonic() + timeout, None
-        while self.poll() is None:
-            if failed is None and any(process.exitcode for process in self.processes):
-                failed = time.monotonic()
-            if time.monotonic() > min(deadline, (failed or deadline) + 1):  # torchrun looks now and then
-                for process in self.processes:
-                    process.kill()
-            assert time.monotonic() < deadline + 10, "the command did not end"
-            time.sleep(0.005)
-        printed = [path.read_text() for path in self.output]
-        assert time.monotonic() < deadline, printed
+        end, failed = self.began + seconds, False
+        while self.returncode is None and time.monotonic() < end:
+            if not failed and any(process.exitcode for process in self.processes):
+                end, failed = time.monotonic() + 1, True  # torchrun looks now and then
+            time.sleep(0.002)
+        out_of_time = self.returncode is None and not failed
+        self.signal(signal.SIGKILL)  # what they have started, too
+        for process in self.processes:
+            process.join()
+        stdout, stderr = (path.read_text(errors="replace") for path in self.output)
         self.folder.cleanup()
-        return printed[0], printed[1]
+        return Ended(self.returncode, stdout, stderr, out_of_time)
 
 
-def is_leader(pid: int) -> bool:
+def live(work: Callable[[], None], env: dict[str, str], output: list[Path]) -> None:
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(env)
+    for number, path in enumerate(output, 1):
+        file = os.open(path, os.O_WRONLY | os.O_APPEND)
+        os.dup2(file, number)
+        os.close(file)
+    sys.stdout, sys.stderr = (os.fdopen(os.dup(number), "w", buffering=1) for number in (1, 2))
+    work()
+
+
+def has_session(process) -> bool:
+    """True once a child leads the session of its own, or has ended."""
     with contextlib.suppress(ProcessLookupError):
-        return os.getpgid(pid) == pid
-    return False
+        return process.exitcode is not None or os.getsid(process.pid) == process.pid
+    return True
 
 
-def start_server() -> None:
-    """Starts the process that is forked, which imports from the project whatever the current folder is."""
-    forkserver.set_forkserver_preload([*PRELOADED])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'tests'}", prepend=os.pathsep)
-        forkserver.ensure_running()
+# ---- commands -------------------------------------------------------------------------------------------------------
+
+
+def become(program: str, arguments: list[str]) -> None:
+    """Does what `python <program> <arguments>` does."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(ROOT)
+    if program == "-c":
+        sys.argv = ["-c", *arguments[1:]]
+        exec(arguments[0], {"__name__": "__main__"})
+    else:
+        sys.argv = [program, *arguments]
+        runpy.run_path(program, run_name="__main__")
 
 
 def ranks_of(count: int) -> list[dict[str, str]]:
@@ -127,60 +138,20 @@ def ranks_of(count: int) -> list[dict[str, str]]:
              "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)} for rank in range(count)]
 
 
-def run(program: str, *arguments: str, **options) -> subprocess.CompletedProcess:
+def start(program: str, *arguments: object, ranks: int = 1, **env: str) -> Life:
+    """Starts `python <program> <arguments>`, which imports from the project whatever the current folder is."""
+    forkserver.set_forkserver_preload([*PRELOADED])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'tests'}", prepend=os.pathsep)
+        forkserver.ensure_running()
+    work = partial(become, program, [*map(str, arguments)])
+    return Life(work, *({**env, **rank} for rank in ranks_of(ranks)), start_method="forkserver")
+
+
+def run(program: str, *arguments: object, **options) -> subprocess.CompletedProcess:
     """Runs a command as `subprocess.run` does, with its output as text."""
-    process = Command(program, *arguments, **options)
-    stdout, stderr = process.communicate()
-    return subprocess.CompletedProcess([program, *arguments], process.returncode, stdout, stderr)
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a life ended: its exit status, negative for a signal, what it printed, and whether its time ran out."""
-
-    code: int
-    printed: str
-    seconds: float
-    out_of_time: bool
-
-    @property
-    def has_traceback(self) -> bool:
-        return "Traceback (most recent call last)" in self.printed
-
-
-class Life:
-    """A forked child of this process that does `work` in a process group of its own; it prints into a file."""
-
-    def __init__(self, work: Callable[[], None]):
-        self.began, self.output = time.monotonic(), tempfile.TemporaryFile()      # noqa: SIM115 (closed by wait)
-        self.process = get_context("fork").Process(target=self.live, args=(work,))
-        self.process.start()
-        self.pid = self.process.pid
-        with contextlib.suppress(OSError):  # the child may have done it, and may even be gone
-            os.setpgid(self.pid, self.pid)
-
-    def live(self, work: Callable[[], None]) -> None:
-        os.setpgid(0, 0)
-        for number in (1, 2):
-            os.dup2(self.output.fileno(), number)
-        sys.stdout, sys.stderr = (os.fdopen(os.dup(1), "w", buffering=1) for _ in range(2))
-        work()
-
-    def signal(self, number: int) -> None:
-        """Sends a signal to the child and to all that it has started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, number)
-
-    def wait(self, seconds: float) -> Ended:
-        """Waits for the end; after `seconds` it is killed."""
-        self.process.join(max(0, self.began + seconds - time.monotonic()))
-        out_of_time = self.process.is_alive()
-        self.signal(signal.SIGKILL)  # what it has started, too
-        self.process.join()
-        self.output.seek(0)
-        with self.output:
-            printed = self.output.read().decode(errors="replace")
-        return Ended(self.process.exitcode, printed, time.monotonic() - self.began, out_of_time)
+    ended = start(program, *arguments, **options).wait()
+    return subprocess.CompletedProcess(program, ended.code, ended.stdout, ended.stderr)
 
 
 # ---- the changes that a process makes to files, one after the other -------------------------------------------------

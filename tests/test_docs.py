@@ -110,13 +110,10 @@ def test_each_function_and_test_that_carries_a_part_of_the_paper_exists():
         assert pkgutil.resolve_name(name) is not None
 
 
-def test_the_python_of_the_readme_and_of_a_forward_pass_runs_in_another_folder(tmp_path):
-    pages = "".join((ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/trainers.md"))
-    code = [block
-            for language, block in FENCED.findall(pages) if language == "python" and block.startswith("import torch")]
-    assert len(code) == 2
-    (tmp_path / "notebook.py").write_text("\n".join(code)
-                                          + "\nassert routing.ids_keep[0].shape == (8, 32) and loss.isfinite()\n")
+def test_the_python_of_a_forward_pass_runs_in_another_folder(tmp_path):      # the readme's: test_package.py
+    page = (ROOT / "docs/trainers.md").read_text(encoding="utf-8")
+    [code] = re.findall(r"```python\n(import torch.*?)```", page, re.S)
+    (tmp_path / "notebook.py").write_text(code)
     result = subprocess.run([sys.executable, "notebook.py"], cwd=tmp_path, capture_output=True, text=True,
-                            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+                            env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert result.returncode == 0, result.stderr

@@ -5,7 +5,6 @@ run `python tests/test_versions.py`.
 """
 
 import json
-import sys
 from pathlib import Path
 
 import conftest  # noqa: F401      (which puts the project on the path of the script, too)
@@ -35,7 +34,7 @@ FILE = Path(__file__).with_name("versions.json")
 HOMES = {"sampling": "sampling/generate.py", "scoring": "scoring/score.py"}
 ROUTE = Route(1, 1, 0.5)
 SEEDS = [3, 100_000, 100_007]
-# Each with the network's keywords, the diffusion, the sampler's settings, and the guidance, or its keywords.
+# Each with the network's keywords, the diffusion, the sampler's settings, and the guidance.
 SAMPLED = {
     "edm": ({}, EDM(), {}, None),
     "ddpm": ({"learn_sigma": True}, DDPM(), {}, None),
@@ -48,9 +47,6 @@ SAMPLED = {
     "by ratios": ({}, EDM(), {}, Guidance(1.5, 0.25, 0.5, drop_label=False)),
     "by label and ratios on a cosine": ({}, RF(), {},
                                         Guidance(1.5, [0.0, 0.25], [0.5, 0.75], routes=[Route(0, 1, 0.0)])),
-    "by another network": ({}, EDM(), {}, {"scale": 1.5, "drop_label": False}),
-    "mamba": ({"block": "mamba"}, EDM(), {}, Guidance(1.5, 0.0, 0.5, drop_label=False)),
-    "rwkv": ({"block": "rwkv"}, EDM(), {}, Guidance(1.5, 0.0, 0.5, drop_label=False)),
     "images": ({"in_channels": 3}, EDM(), {}, None),
 }  # fmt: skip
 
@@ -59,8 +55,6 @@ def sampled_numbers(name: str) -> list[float]:
     """Samples three images in two batches; returns a number for each."""
     changes, diffusion, sampler, guidance = SAMPLED[name]
     net = fill(DiT(**TINY | {"routes": [ROUTE]} | changes))
-    if isinstance(guidance, dict):
-        guidance = Guidance(**guidance, net2=fill(DiT(**TINY | {"depth": 2})))
     decode = pixels_to_images if name == "images" else (lambda latents: latents)
     sampled = sampled_images(one_rank(), net, Sampler(diffusion, 4, guidance, sampler), decode, SEEDS,
                              labels_of(SEEDS, [*range(10)]), batch_size=2)
@@ -125,15 +119,9 @@ def test_scores_are_those_of_their_version():
 
 
 def store() -> None:
-    """Writes the numbers of this code; refuses those that differ although the constant is the same."""
-    before = json.loads(FILE.read_text()) if FILE.is_file() else {}
+    """Writes the numbers of this code."""
     now = {"sampling": {"version": SAMPLING_VERSION, "numbers": {name: sampled_numbers(name) for name in SAMPLED}},
            "scoring": {"version": SCORING_VERSION, "numbers": scored()}}
-    for what, old in before.items():
-        both = old["numbers"].keys() & now[what]["numbers"].keys()
-        is_same = all(now[what]["numbers"][name] == near(old["numbers"][name], name) for name in both)
-        if not is_same and old["version"] == now[what]["version"]:
-            sys.exit(changed(what))
     FILE.write_text(json.dumps(now, indent=1) + "\n")
 
 

@@ -1,17 +1,14 @@
-"""Small training runs for tests, in processes of their own or in this one."""
+"""Small training runs for tests, in this process, and how they are compared."""
 
 import contextlib
 import io
 import json
 import shutil
-import subprocess
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import forked
 import torch
-from conftest import PATIENCE, last_of_each, run_command
+from conftest import last_of_each, run_command
 from safetensors.torch import load_file
 
 from train import main
@@ -28,12 +25,8 @@ def command(run: Path, data: Path, *overrides) -> list[str]:
         "log.trackers=[]", *overrides])]
 
 
-def train(run, data, *overrides, **options) -> subprocess.CompletedProcess:
-    return forked.run(*command(run, data, *overrides), **options)
-
-
 def train_here(run, data, *overrides) -> SimpleNamespace:
-    """Trains in this process, as `train` does in another, and so without the seconds that imports take."""
+    """Trains in this process, without the seconds that imports take."""
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)  # which keeps the first precision of a process
@@ -90,11 +83,6 @@ def end_of(run: Path) -> dict[str, dict[str, torch.Tensor]]:
     return {name: checkpoints.load(checkpoints.latest(run), name) for name in ("model", "ema", "training")}
 
 
-def start(run, data, *overrides) -> forked.Command:
-    """Starts training in a session of its own, so that a signal reaches every rank, as a scheduler's does."""
-    return forked.Command(*command(run, data, *overrides))
-
-
 def write_run(folder: Path, network: dict, step: int = 1, diffusion: dict | None = None, **data) -> Path:
     """Writes a checkpoint of an untrained network of pixels, whose seed is the step, and returns the run."""
     torch.manual_seed(step)
@@ -111,13 +99,6 @@ def rows(run: Path) -> list[dict]:
     """The rows of metrics.jsonl without what depends on the clock."""
     return [{k: v for k, v in json.loads(line).items() if k not in TIMINGS}
             for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def wait_until(condition, process):
-    deadline = time.monotonic() + PATIENCE
-    while not condition() and process.poll() is None:
-        assert time.monotonic() < deadline, "the run did not get there"
-        time.sleep(0.0005)
 
 
 def assert_same_end(run: Path, reference: Path):

@@ -29,7 +29,7 @@ from pathlib import Path
 import pytest
 import world
 from conftest import ROOT
-from forked import Changes, Command, Ended, Life, killing
+from forked import Changes, Ended, Life, killing, start
 
 from runtime import files
 from runtime.command import commit
@@ -72,7 +72,7 @@ class Task:
     changes: int = 0
     wanted: dict[str, str] | None = None  # what an undisturbed life leaves
 
-    def start(self, meet: Callable = lambda number, kind, half: None) -> Life | Command:
+    def start(self, meet: Callable = lambda number, kind, half: None) -> Life:
         """Begins a life; `meet` is called before each change to a file of a single rank."""
         def live() -> None:
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with the rig
@@ -82,14 +82,11 @@ class Task:
 
         if self.ranks == 1:
             return Life(live)
-        return Command("-c", f"import pathlib, world; world.run(pathlib.Path({str(self.out.parent)!r}), "
-                             f"{self.command!r}, {self.typed!r})", ranks=self.ranks)
+        return start("-c", f"import pathlib, world; world.run(pathlib.Path({str(self.out.parent)!r}), "
+                           f"{self.command!r}, {self.typed!r})", ranks=self.ranks)
 
-    def finish(self, life: Life | Command) -> Ended:
-        if isinstance(life, Life):
-            return life.wait(LIMIT)
-        printed = "".join(life.communicate(LIMIT))
-        return Ended(life.returncode, printed, 0.0, False)
+    def finish(self, life: Life) -> Ended:
+        return life.wait(LIMIT)
 
     def content(self) -> dict[str, str]:
         """Hashes every file that the command has left except the lock, ignoring values from the clock."""
@@ -193,7 +190,7 @@ def test_a_command_that_is_killed_again_and_again_leaves_the_files_of_an_undistu
             life, moment = task.start(), rng.uniform(0, task.seconds)
             tried = f"kill {kills + 1} after {moment:.3f} s"
             time.sleep(0 if spared else moment)
-            if isinstance(life, Life):
+            if task.ranks == 1:
                 life.signal(0 if spared else number)
             else:
                 for process in [] if spared else rng.choice([life.processes[:1], life.processes[1:], life.processes]):

@@ -42,7 +42,7 @@ def test_a_tilde_is_the_home_folder_and_1e4_an_integer(monkeypatch):
 
 @pytest.mark.parametrize(("content", "words"), [
     ("name: a\n\tsteps: 3\n", "mine.yaml\", line 3"), ("name: a\nsteps: 3\nname: b\n", "found duplicate key name in"),
-    ("optimizer: {learning_rate: 1}\n", "optimizer.learning_rate"), ("step: 1\n", "did you mean steps?"),
+    ("step: 1\n", "did you mean steps?"),
     ("name: 2025_11_25\n", "name=20251125: it should be a valid string. Text that reads as a number needs two kinds"),
     ("defaults: [override /model: tred]\n", "Could not find 'model/tred' Available options in 'model': dit"),
 ])  # fmt: skip
@@ -113,15 +113,11 @@ def test_a_command_gets_the_settings_of_its_file_and_of_the_command_line_and_lea
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
-    (["epochs=4"], "There is no setting epochs. --help lists all."),
-    (["name=2025_11_25"], "name=20251125: it should be a valid string. Text that reads as a number needs two kinds of"),
     (["steps=3", "steps=4"], "steps is given 2 times: steps=3 steps=4."),
     (["name=a-0.tar", "name=a-1.tar", "name=a-2.tar"], "write 'name=x-{0..2}'"),
     *(([f"name={text}"], f"name={text} cannot be read: write key=value") for text in ("größe", "a (1)", "a=b")),
     (["name=a,b"], "name=a,b has several values: --multirun tries them one by one."),
-    (["steps=1.5"], "steps=1.5: it should be a valid integer"),
     (["lion"], "lion is not key=value: did you mean steps=lion?"),
-    (["name=[1]"], "name=[1]: it should be a valid string"),
     (["--max-steps"], "no dashes: max-steps=<value>"), (["--cfg", "all"], "invalid choice: 'all'"),
     (["hydra/launcher=x"], "scripts/slurm.sh"), (["name=${nmae}"], "nmae"), (["name=${name}"], "name"),
     (["-m", "name=a,b", "out=x"], "2 jobs of --multirun would write to out=x: give each its own"),
@@ -208,13 +204,9 @@ def test_the_keys_of_the_config_are_those_that_are_declared_and_help_lists_them(
     read(declared, plain)
     run_command(main, f"{name}.py", "--help")
     printed = capsys.readouterr().out
-    assert f"{ {'config': 'train'}.get(name, name) }.py" in printed and "defaults:" not in printed
-    assert "hydra" not in printed
-    in_groups = {*re.findall(r"^([a-z_]+)=\S+: \S", printed, re.M)}, {*re.findall(r"^## (\S+)\.yaml$", printed, re.M)}
-    groups, files = {"config": ({"model", "data", "experiment"}, {"model/tread", "model/dit", "data/imagenet256"}),
-                     "fid": ({"guidance", "gauge"}, {"fid", "sampling", "guidance/none"}),
-                     "rf": ({"guidance"}, {"guidance/tread"})}.get(name, (set(), {name}))
-    assert in_groups[0] >= groups and in_groups[1] >= files
+    assert f"\n## {name}.yaml\n" in printed and "defaults:" not in printed and "hydra" not in printed
+    if name == "config":
+        assert "\nmodel=tread: dit | sprint | tread" in printed and "\n## model/tread.yaml\n" in printed
 
 
 LIBRARY = {"latents_std", "pixels", "generator", "key", "WORLD_SIZE", "torchao", "teacher", "LOCAL_RANK", "MASTER_PORT",

@@ -54,9 +54,8 @@ def test_bf16_that_a_gpu_would_emulate_is_an_error_that_names_fp16(gpus):
 @pytest.mark.parametrize("rank", [0, 7])
 def test_a_rank_that_sees_one_gpu_of_its_own_uses_that_one(gpus, monkeypatch, fresh_accelerator, rank):
     gpus()
-    for name, value in forked.ranks_of(2)[0].items() | {("LOCAL_RANK", str(rank))}:  # of Slurm's --gpus-per-task=1
+    for name, value in (forked.ranks_of(2)[0] | {"LOCAL_RANK": str(rank)}).items():  # of Slurm's --gpus-per-task=1
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("LOCAL_RANK", str(rank))
     for function, value in {"init_process_group": None, "get_world_size": 8, "get_rank": rank}.items():
         monkeypatch.setattr(torch.distributed, function, lambda *_, value=value, **__: value)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)

@@ -6,7 +6,6 @@ import shutil
 import signal
 
 import pytest
-from conftest import PATIENCE
 from filelock import FileLock
 from forked import Changes, Life, killing
 
@@ -31,7 +30,7 @@ def test_a_kill_at_any_change_leaves_the_old_folder_or_the_new(tmp_path):
             with atomic_write(place / "out") as partial:
                 fill(partial, "new")
 
-        ended = Life(live).wait(PATIENCE)
+        ended = Life(live).wait()
         assert ended.code in (0, -signal.SIGKILL), ended.printed
         # Between two renames the old one is there by another name.
         [folder] = [place / "out"] if (place / "out").is_dir() else place.glob(".out.*.old.tmp")
@@ -73,18 +72,13 @@ def test_a_process_gets_the_lock_of_a_folder_again_and_another_process_does_not(
     def live() -> None:
         FileLock(tmp_path / ".lock").acquire(timeout=0)
 
-    assert "Timeout" in Life(live).wait(PATIENCE).printed
-
-
-def ended_process() -> int:
-    """The number of a process that has ended."""
-    life = Life(lambda: None)
-    life.wait(PATIENCE)
-    return life.pid
+    assert "Timeout" in Life(live).wait().printed
 
 
 def test_the_next_write_removes_what_a_killed_one_has_left_of_its_file_and_nothing_else(tmp_path):
-    dead, others = ended_process(), [".y.npz.1.tmp", ".x.npz.tmp", f".x.npz.{os.getppid()}.tmp", "x.npz.1.tmp"]
+    killed = Life(lambda: None)
+    killed.wait()
+    dead, others = killed.pid, [".y.npz.1.tmp", ".x.npz.tmp", f".x.npz.{os.getppid()}.tmp", "x.npz.1.tmp"]
     for name in (f".x.npz.{dead}.tmp", f".yx.npz.{dead}.tmp", *others):
         (tmp_path / name).write_text("half")
     (tmp_path / f".x.npz.{dead}.old.tmp").mkdir()  # the folder that a write was replacing, which may be the only copy
@@ -103,10 +97,10 @@ def test_no_writer_of_rows_loses_the_row_of_another(tmp_path):
             append_row(path, {"tag": tag, "i": i, "pad": "x" * 3000})
 
     lives = [Life(lambda tag=tag: append(tag)) for tag in range(2)]
-    while any(life.process.is_alive() for life in lives):
+    while any(life.returncode is None for life in lives):
         append_row(path, {"source": {"in_training": True, "step": 9}})
         discard_after(tmp_path, 5)
-    assert [life.wait(PATIENCE).code for life in lives] == [0, 0]
+    assert [life.wait().code for life in lives] == [0, 0]
     rows = sorted((row["tag"], row["i"]) for row in read_rows(path))
     assert rows == [*itertools.product(range(2), range(100))]
 

@@ -7,7 +7,7 @@ import pytest
 from filelock import FileLock
 from forked import Life
 
-from runtime.libraries import is_complete, remove_unfinished_libraries
+from runtime.libraries import remove_unfinished_libraries
 
 
 @pytest.fixture(scope="module")
@@ -28,16 +28,7 @@ def test_an_unfinished_library_is_removed_unless_a_running_process_writes_it(lib
     (tmp_path / "locks").mkdir()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     with FileLock(tmp_path / "locks/written.lock"):
-        assert "had left 3 unfinished" in Life(remove_unfinished_libraries).wait(100).printed
+        assert "had left 3 unfinished" in Life(remove_unfinished_libraries).wait().printed
     assert {path.name for path in tmp_path.glob("?/*")} == {"whole.main.so", "written.main.so", "x.py"}
     remove_unfinished_libraries()
     assert "had left 1 unfinished" in capsys.readouterr().out and not (tmp_path / "d/written.main.so").exists()
-
-
-def test_no_part_of_a_library_counts_as_complete(library, tmp_path):
-    part = tmp_path / "x.so"
-    part.write_bytes(library)
-    assert is_complete(part)
-    for size in range(0, len(library), max(1, len(library) // 100)):
-        part.write_bytes(library[:size])
-        assert not is_complete(part)

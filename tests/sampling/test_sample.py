@@ -145,8 +145,8 @@ def test_guided_grid_folder_and_npz_from_one_process_and_from_two_are_the_same(r
         return [f"checkpoint={run}", "seeds=0-9", "num_steps=3", "batch_size=2", "guidance=cfg_tread", "gamma1=0.3",
                 f"out={tmp_path / name}", "cpu=true"]
 
-    two_ranks = [forked.Command("sample.py", *options(name), ranks=2) for name in ("two.npz", "two")]
-    assert [command.wait() for command in two_ranks] == [0, 0]
+    two_ranks = [forked.start("sample.py", *options(name), ranks=2) for name in ("two.npz", "two")]
+    assert [life.wait().code for life in two_ranks] == [0, 0]
     for name in ("one.npz", "one", "grid.png"):
         run_command(main, "sample.py", *options(name))
     one, two = (np.load(tmp_path / f"{name}.npz") for name in ("one", "two"))
