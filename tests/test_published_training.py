@@ -7,7 +7,7 @@ names repository and commit, and what a CPU lacked and was replaced. Ours runs b
 import itertools
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -259,3 +259,11 @@ def test_two_ranks_of_train_py_end_where_two_of_compvis_tread_do(tmp_path):
     model, ema, losses = train(tmp_path, case, TRAINERS["tread"], command=on_two_ranks)
     assert_same_training(case, model, ema, losses)
     assert_same_samples(case, TRAINERS["tread"], ema)
+
+
+def test_the_cosine_term_of_ours_fades_where_that_of_lightningdit_is_steep(tmp_path, replay):
+    [case], faded = published("lightning"), replace(TRAINERS["lightning"], replace=with_their_time)
+    replay(case, faded)
+    _, _, losses = train(tmp_path, case | {"steps": 1}, faded)
+    assert abs(losses[0] - case["loss"][0]) == pytest.approx(0.02, abs=0.005)   # as on docs/differences.md
+    assert case["loss"][0] == pytest.approx(2.2, abs=0.05)

@@ -257,8 +257,8 @@ def lock_run(run: Run) -> None:
     names = ("config.yaml", "metrics.jsonl", "results.jsonl", "samples", "metadata.json")
     others = [*filter(os.path.lexists, map(run.folder.joinpath, names)), *run.folder.glob("*/checkpoints")]
     if others and not (run.folder / "checkpoints").is_dir():    # which a run has before all of these
-        raise ValueError(f"{run.folder} holds {others[0].name} and no checkpoints/, so it is no run's folder: set "
-                         f"another run_dir= or name=.")
+        raise ValueError(f"{run.folder} holds {others[0].relative_to(run.folder)} and no checkpoints/, so it is no "
+                         f"run's folder: set another run_dir= or name=.")
     for path in run.folder.iterdir() if run.folder.is_dir() else ():
         files.inside(run.folder, path.name)
     run.lock = files.lock_folder(run.folder, f"Another process is training {run.folder}. Stop it first, or set "
