@@ -133,19 +133,6 @@ def flux() -> Case:
         lambda part, x: part(x, vec=None, pe=pe), inputs=dict(x=X, img_ids=torch.zeros(BATCH, N, 3)))
 
 
-def flux2() -> Case:
-    def double(self, img, txt, pe, pe_ctx, mod_img, mod_txt, attn_params):
-        return both(self, img, txt, lambda q: q * torch.cat([pe_ctx, pe], dim=2)[..., 0])
-
-    pe, pe_ctx = TABLE[None, None, :, :, None].expand(BATCH, -1, -1, -1, -1), torch.ones(BATCH, 1, TEXT, D // 2, 1)
-    return two_streams(
-        "Flux2", ["double_blocks", "single_blocks"], double,
-        lambda part, x, text: part(x, text, pe, pe_ctx, None, None, Params()),
-        lambda self, x, pe, mod, attn_params: self.attend(x, lambda q: q * pe[..., 0]),
-        lambda part, x: part(x, torch.cat([pe_ctx, pe], dim=2), None, Params()),
-        inputs=dict(x=X, x_ids=torch.zeros(BATCH, N, 3)))
-
-
 def by_name() -> Case:
     """As minRF's, which names its streams x and c."""
     return two_streams(
@@ -158,23 +145,6 @@ def sd3() -> Case:
     """The words of its blocks are those of a function that they call."""
     return two_streams("MMDiT", ["joint_blocks"], lambda self, *args, **kwargs: both(self, args[1], args[0])[::-1],
                        lambda part, x, text: part(text, x, c=None)[::-1])
-
-
-def qwen() -> Case:
-    """Two tokens behind the image are a condition."""
-    def block(self, hidden_states, encoder_hidden_states, encoder_hidden_states_mask, temb, image_rotary_emb=None,
-              txt_seq_lens=None, joint_attention_kwargs=None, timestep_zero_index=None):
-        image, text = image_rotary_emb
-        drawn, condition = hidden_states.tensor_split([timestep_zero_index], dim=1)
-        base, other = temb[:, None].chunk(2)
-        return both(self, torch.cat([drawn + base, condition + other], dim=1), encoder_hidden_states,
-                    lambda q: torch.cat([q[:, :, :TEXT] * text, q[:, :, TEXT:] * image[None, None]], dim=2))[::-1]
-
-    tables = padded(TABLE, behind=2), torch.ones(TEXT, D // 2)
-    return two_streams(
-        "QwenImageTransformer2DModel", ["transformer_blocks"], block,
-        lambda part, x, text: part(x, text, None, randn(2 * BATCH, D), tables, timestep_zero_index=N)[::-1], behind=2,
-        inputs=dict(x=randn(BATCH, N + 2, D), img_shapes=[[(1, 1, N), (1, 1, 2)]]))
 
 
 def wan(freqs: Any = TABLE, e: Tensor | None = None) -> Case:
@@ -249,18 +219,15 @@ class Params:
 PARAMS = Params(False, N, SEEN[:, None, None], LENGTHS + N, None, N + TEXT)
 
 
-def hunyuan15(**how: Any) -> Case:
-    def block(self, img, txt, vec, freqs_cis=None, text_mask=None, attn_param=None, is_flash=False, block_idx=None,
-              attn_params=None):
-        if attn_params is not None:
-            assert attn_params.img_len == img.shape[1] and attn_params.max_seqlen == img.shape[1] + TEXT
-            assert torch.equal(attn_params.seqlens, attn_params.attention_mask.sum((1, 2, 3)))
-        return both(self, img, txt, turn_image(img.shape[1], freqs_cis[0]),
-                    None if attn_params is None else attn_params.attention_mask, False)
+def hunyuan15() -> Case:
+    def block(self, img, txt, vec, freqs_cis=None, text_mask=None, attn_params=None, is_flash=False, block_idx=None):
+        assert attn_params.img_len == img.shape[1] and attn_params.max_seqlen == img.shape[1] + TEXT
+        assert torch.equal(attn_params.seqlens, attn_params.attention_mask.sum((1, 2, 3)))
+        return both(self, img, txt, turn_image(img.shape[1], freqs_cis[0]), attn_params.attention_mask, False)
 
     return two_streams(
         "HunyuanVideo_1_5_DiffusionTransformer", ["double_blocks"], block,
-        lambda part, x, text: part(img=x, txt=text, vec=None, freqs_cis=(TABLE, TABLE), **how), first=0,
+        lambda part, x, text: part(img=x, txt=text, vec=None, freqs_cis=(TABLE, TABLE), attn_params=PARAMS), first=0,
         single_blocks=[])
 
 
@@ -296,8 +263,7 @@ CODES = {
                         lambda part, x: part(x, torch.ones(1, 7, D), None, [TEXT] * BATCH, HW=(4, 4)), "PixArtMS"),
     "LightningDiT": partial(made, lambda self, x, c, feat_rope=None: self.attend(x, feat_rope),
                             lambda part, x: part(x, None, lambda q: q * TABLE), "LightningDiT"),
-    "Flux": flux, "MMDiT": sd3, "QwenImageTransformer2DModel": qwen, "NextDiT": lumina,
-    "Flux2": flux2, "ZImageTransformer2DModel": z_image, "WanModel": wan,
+    "Flux": flux, "MMDiT": sd3, "NextDiT": lumina, "ZImageTransformer2DModel": z_image, "WanModel": wan,
     "SingleStreamDiT": partial(
         image_first, "SingleStreamDiT", "blocks", lambda self, x, freqs, attn_params=None, vec=None: self.attend(
             x, lambda q: q * freqs[:, None], attn_params.attention_mask), img=X),
@@ -305,6 +271,5 @@ CODES = {
         wan, e=torch.arange(1.0, N + 1).view(1, N, 1, 1).expand(BATCH, -1, 6, D)),
     "WanModel, musubi-tuner": partial(wan, [TABLE[:, None]] * BATCH),
     "HYVideoDiffusionTransformer": hunyuan, "HYVideoDiffusionTransformer, musubi-tuner": partial(hunyuan, musubi=True),
-    "HunyuanVideo_1_5_DiffusionTransformer": partial(hunyuan15, attn_param={"thw": [1, 4, 4]}),
-    "HunyuanVideo_1_5_DiffusionTransformer, musubi-tuner": partial(hunyuan15, attn_params=PARAMS),
+    "HunyuanVideo_1_5_DiffusionTransformer": hunyuan15,
 }

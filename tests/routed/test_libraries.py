@@ -131,7 +131,7 @@ def test_a_mask_of_all_pairs_is_reduced_where_along_says_so(name, argument, mask
 
 
 def test_each_known_network_is_tested_and_on_the_page():
-    alike = {"DiT": "SiT", "PixArt": "PixArtMS", "dit.DiT": "SiT"}
+    alike = {"DiT": "SiT", "PixArt": "PixArtMS", "dit.DiT": "SiT", "Flux2": "Flux"}
     known = {alike.get(name, name).rpartition(".")[2] for name in families.FAMILIES}
     assert known == {name.partition(",")[0] for name in (*NETWORKS, *CODES)}
     page = (Path(__file__).resolve().parents[2] / "docs" / "trainers.md").read_text()
