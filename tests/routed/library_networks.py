@@ -109,8 +109,6 @@ NETWORKS = {
     "PixArtTransformer2DModel, masked": dict(
         added_cond_kwargs={}, attention_mask=torch.rand(BATCH, N, generator=torch.Generator().manual_seed(2)) > 0.3),
     "SD3Transformer2DModel": dict(first=0, pooled_projections=POOLED),
-    "SD3Transformer2DModel, 3.5": dict(
-        first=0, pooled_projections=POOLED, qk_norm="rms_norm", dual_attention_layers=(0, 1)),
     "FluxTransformer2DModel": FLUX | dict(pooled_projections=POOLED),
     "FluxTransformer2DModel, Kontext": FLUX | EDIT | dict(pooled_projections=POOLED),
     "Flux2Transformer2DModel": FLUX2,
@@ -119,7 +117,6 @@ NETWORKS = {
     "Flux3Transformer2DModel, edit": FLUX3 | dict(
         behind=2, image_cond_hidden_states=randn(BATCH, 2, 4, seed=6), image_cond_ids=randn(2, 4, seed=7)),
     "LongCatImageTransformer2DModel": FLUX,
-    "LongCatImageTransformer2DModel, edit": FLUX | EDIT,
     "BriaFiboTransformer2DModel": FIBO,
     "BriaFiboTransformer2DModel, edit": FIBO | EDIT,
     "BriaTransformer2DModel": FLUX | dict(pooled_projection_dim=None),

@@ -19,6 +19,7 @@ from routed import Blocks, Family, Route, Router, by_place, families, fewer, pai
 
 Pair = namedtuple("Pair", ["first", "second"])
 MIDDLE, PLACES = [Route(1, 2, 0.5)], torch.arange(N)
+NEAR = ((PLACES[:, None] - PLACES).abs() < 9)[None, None]
 PADDING = PLACES < torch.tensor([[N], [N - 3], [4]])
 
 
@@ -100,11 +101,6 @@ class Halved(nn.Module):
         return 0.5 * self.inner(*args, **kwargs)
 
 
-def inside(wrapper):
-    case = made(attention, make=lambda parts: nn.ModuleList(map(wrapper, parts)))
-    return replace(case, blocks=[*case.model.blocks])
-
-
 def folded(self, x):
     """As lucidrains' residual streams, which are folded into the batch, and which its blocks mix."""
     return self.attend(x + x.unflatten(0, (4, -1)).mean(0).repeat(4, 1, 1))
@@ -122,10 +118,6 @@ def table_that_changes(part, x):
     out = part(x, table[None, None])
     table.mul_(2)
     return out
-
-
-def near(part, x):
-    return part(x, ((PLACES[:, None] - PLACES).abs() < 9)[None, None])
 
 
 def class_token_first(net, x):
@@ -176,7 +168,7 @@ def encoder(**options):
 
 
 MASK_AND_TABLE = made(lambda self, x, mask, rope: masked(self, self.attend(x, lambda q: q * rope[:, None]), mask),
-                      lambda part, x: part(x, ((PLACES[:, None] - PLACES).abs() < 9)[None, None], TABLE[None]))
+                      lambda part, x: part(x, NEAR, TABLE[None]))
 FOLDED = ((PLACES[:, None] - PLACES).abs() < torch.arange(9, 9 + 2 * BATCH)[:, None, None])
 NAMED, HIDDEN = dict(along={"rope": 0}), made(attention)
 EXACT = {       # network, and its description
@@ -187,13 +179,11 @@ EXACT = {       # network, and its description
                           dict(along={"rope": 1})),
     "a table by keyword": (made(lambda self, *, x, rope: self.attend(x, lambda q: q * rope),
                                 lambda part, x: part(x=x, rope=TABLE[None, None])), dict(along={"rope": 2})),
-    "a table by any keyword": (made(lambda self, x, **others: self.attend(x, lambda q: q * others["rope"]),
-                                    lambda part, x: part(x, rope=TABLE[None, None])), dict(along={"rope": 2})),
     "a table by its position": (made(turned(lambda rope: rope[None, None]), with_table()), dict(along={1: 0})),
     "a table that changes in place": (made(turned(torch.clone), table_that_changes), dict(along={"rope": 2})),
     "a function of positions": (made(lambda self, x, rope: self.attend(x, rope), lambda part, x: part(
         x, lambda q: q * TABLE)), dict(along={"rope": by_place(2)})),
-    "a mask (1, 1, N, N)": (made(masked, near), dict(along={"mask": pairs})),
+    "a mask (1, 1, N, N)": (made(masked, lambda part, x: part(x, NEAR)), dict(along={"mask": pairs})),
     "a mask and a table": (MASK_AND_TABLE, dict(along={"mask": pairs, "rope": 1})),
     "a padding mask": (made(masked, lambda part, x: part(x, PADDING)), dict(along={"mask": 1})),
     "a number of tokens": (made(counted, lambda part, x: part(x, N)), dict(along={"length": fewer})),
@@ -204,9 +194,8 @@ EXACT = {       # network, and its description
     "a known name with another table": (
         made(lambda self, x, rope: self.attend(x, lambda q: q * rope[:, None]), with_table(lambda table: table[None]),
              "SiT"), dict(along={"rope": 1}, blocks=None)),
-    "REPA's projector behind the route": (made(attention, forward=lambda net, x: projected(net, x)),
-                                          dict(routes=[Route(0, 0, 0.5)])),
-    "a wrapper that scales": (inside(Halved), {}),
+    "REPA's projector behind the route": (made(attention, forward=projected), dict(routes=[Route(0, 0, 0.5)])),
+    "a wrapper that scales": (made(attention, make=lambda parts: nn.ModuleList(map(Halved, parts))), {}),
     "a mask (B heads, N, N)": (made(lambda self, x, mask: self.attend(x, mask=mask.unflatten(0, (len(x), -1))),
                                     lambda part, x: part(x, FOLDED)), dict(along={"mask": pairs})),
     "long skips around the middle": (
@@ -280,7 +269,8 @@ REFUSED = {     # network, its description, and what the error says
                                                   "which names none for c, feat_rope|which names none for feat_rope"),
     "a number of tokens that nobody named": (made(counted, lambda part, x: part(x, N)), {},
                                              "length is 16, as long as the tokens: write along={'length': fewer}"),
-    "a mask (1, 1, N, N) that nobody named": (made(masked, near), {}, "write along={'mask': pairs}"),
+    "a mask (1, 1, N, N) that nobody named": (made(masked, lambda part, x: part(x, NEAR)), {},
+                                              "write along={'mask': pairs}"),
     "a mask and a table that nobody named": (
         MASK_AND_TABLE, {}, r"write along=\{'mask': pairs, 'rope': 1\} \(`from routed import pairs`\), with which this "
                             r"block passes"),
