@@ -1,6 +1,5 @@
 """Each network of diffusers and timm that `routed` knows is exact, also where it is checkpointed."""
 
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,6 @@ from library_networks import NETWORKS, TEXT, TIME, VIDEO, WORDS, example, family
 from oracle import BATCH, THREE, Case, N, assert_close, assert_exact, gradients, is_routed, refused
 from small_networks import CODES
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from routed import Route, Router, families, pairs, routed
 
@@ -33,41 +31,30 @@ def test_a_route_may_cover_all_blocks_of_a_network_that_changes_the_text_between
     assert_exact(family("BriaFiboTransformer2DModel, edit"), [Route(0, -1, 0.5)])
 
 
-def matmuls(context, operation, *args, **kwargs):
-    saved = operation in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
-    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-SELECTIVE = dict(context_fn=partial(create_selective_checkpoint_contexts, matmuls))
-
-
-def in_training(name: str, checkpointed: bool, **how) -> Case:
+def in_training(name: str, checkpointed: bool) -> Case:
     """A network with dropout, which makes any slip of the generator visible."""
     case = example(name)
     for module in case.model.train().modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.1
     if checkpointed:
-        ours = partial(checkpoint, use_reentrant=False, **how)      # HunyuanImage needs it
-        ways = {"enable_gradient_checkpointing": [ours], "set_grad_checkpointing": []}
-        [way] = [way for way in ways if hasattr(case.model, way)]
-        getattr(case.model, way)(*ways[way])
+        if hasattr(case.model, "set_grad_checkpointing"):
+            case.model.set_grad_checkpointing()
+        else:
+            case.model.enable_gradient_checkpointing()
     torch.manual_seed(5)
     return case
 
 
-@pytest.mark.parametrize(("name", "how"), [
-    # diffusers 0.42.1 hands Chroma's mask to no block that is checkpointed
-    *((name, {}) for name in NETWORKS if name != "ChromaTransformer2DModel, masked"),
-    *((name, SELECTIVE) for name in ("FluxTransformer2DModel", "FluxTransformer2DModel, Kontext",
-                                     "WanTransformer3DModel"))])
-def test_gradient_checkpointing_uses_the_masks_of_its_own_pass(name, how):
-    """Two passes wait for one backward outside the `with` block; selective ones are recomputed once."""
+# diffusers 0.42.1 hands Chroma's mask to no block that is checkpointed
+@pytest.mark.parametrize("name", [name for name in NETWORKS if name != "ChromaTransformer2DModel, masked"])
+def test_gradient_checkpointing_uses_the_masks_of_its_own_pass(name):
+    """Two passes wait for one backward outside the `with` block."""
     def trained(checkpointed):
-        case = in_training(name, checkpointed, **how)
+        case = in_training(name, checkpointed)
         with routed(case.model, THREE):
             out = case.call()
-            loss = out.square().mean() + (0 if how else 2 * case.call().mean())
+            loss = out.square().mean() + 2 * case.call().mean()
         loss.backward()
         assert not is_routed(case.model)
         return out.detach(), gradients(case.model)

@@ -14,11 +14,11 @@ from library_networks import example, family
 from oracle import BATCH, N, assert_close, assert_exact, gradients, is_routed, randn, refused
 from small_networks import CODES, TABLE, Plain, X, made
 from test_keep_mask import mask_for
-from test_libraries import SELECTIVE, noise_for
+from test_libraries import noise_for
 from test_situations import turned
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dit import DiT
 from routed import Route, routed
@@ -27,6 +27,14 @@ from routing_module import resolve_routes
 
 TWO, MIDDLE = [Route(0, 1, 0.5), Route(2, -1, 0.25)], [Route(1, 2, 0.5)]
 NAMED = dict(blocks="blocks", along={"rope": 0})
+
+
+def matmuls(context, operation, *args, **kwargs):
+    saved = operation in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+SELECTIVE = dict(context_fn=partial(create_selective_checkpoint_contexts, matmuls))
 
 
 @pytest.mark.parametrize("how", [{}, SELECTIVE, dict(preserve_rng_state=False)], ids=["full", "selective", "no state"])
