@@ -180,19 +180,17 @@ open({str(tmp_path / "told")!r}, "a").write(json.dumps(sys.argv[1:]) + chr(10))"
             assert {*re.split("[:,]", pairs)} <= given
 
 
-def test_held_out_losses_go_by_the_classes_of_the_run_and_are_made_once(shapes, tmp_path, monkeypatch):
-    names, other = open_latents(shapes).class_names, shutil.copytree(shapes, tmp_path / "other")
-    change_record(other, class_names=names[::-1])
+def test_held_out_losses_are_made_once_and_not_of_classes_that_the_run_lacks(shapes, tmp_path, monkeypatch):
+    names, data = open_latents(shapes).class_names, shutil.copytree(shapes, tmp_path / "data")
     write_run(tmp_path / "run", {"input_size": 16, "patch_size": 4, "in_channels": 3, "hidden_size": 8, "depth": 2,
                                  "num_heads": 2, "num_classes": len(names)}, class_names=names)
-    monkeypatch.setattr(sys, "argv", ["held_out.py", str(tmp_path / "run"), "--data", str(shapes), str(other), "--out",
-                                      str(tmp_path / "out")])
+    typed = f"{tmp_path}/run --data {data} --out {tmp_path}/out"
+    monkeypatch.setattr(sys, "argv", ["held_out.py", *typed.split()])
     held_out.main()
     held_out.main()
     [row] = read_rows(tmp_path / "out")
-    assert (row["run"], row["step"], row["images"]) == ("run", 1, 300)
-    assert [*row["losses"][str(shapes)]] == ["0.1", "0.2", "0.5", "1", "2", "5"]
-    change_record(other, class_names=[*names[1:], "x"])
+    assert (row["run"], row["step"], row["images"], len(row["losses"][str(data)])) == ("run", 1, 300, 6)
+    change_record(data, class_names=[*names[1:], "x"])
     (tmp_path / "out").unlink()
     with pytest.raises(SystemExit, match="has classes that the run's data lack: x"):
         held_out.main()
