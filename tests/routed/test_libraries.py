@@ -9,9 +9,7 @@ from oracle import BATCH, THREE, Case, N, assert_close, assert_exact, gradients,
 from small_networks import CODES
 from torch import nn
 
-from routed import Route, Router, families, pairs, routed
-
-NEAR = (torch.arange(N + 1)[:, None] - torch.arange(N + 1)).abs() < 5
+from routed import Route, Router, families, routed
 
 
 def noise_for(case: Case, routes: int = 1, seed: int = 3) -> torch.Tensor:
@@ -105,16 +103,6 @@ def test_class_and_register_tokens_are_kept_by_every_entry_to_an_encoder(name, e
 def test_what_a_known_network_may_not_be_given_on_a_route_is_refused(name, says, inputs):
     case = family(name)
     assert says in refused(case.model, THREE, lambda: case.call(**inputs))
-
-
-@pytest.mark.parametrize(("name", "argument", "masks"), [
-    ("VisionTransformer", "attn_mask", dict(attn_mask=NEAR)),
-    ("LTX2VideoTransformer3DModel", "self_attention_mask",
-     dict(video_self_attention_mask=NEAR[1:, 1:].expand(BATCH, -1, -1).float()))])
-def test_a_mask_of_all_pairs_is_reduced_where_along_says_so(name, argument, masks):
-    case = example(name)
-    case.inputs |= masks
-    assert_exact(case, along={argument: pairs})
 
 
 def test_each_known_network_is_tested_and_on_the_page():

@@ -17,6 +17,7 @@ from test_keep_mask import mask_for
 from test_libraries import noise_for
 from test_situations import turned
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -193,32 +194,25 @@ def test_our_own_network_gives_the_same_bits_as_by_its_argument_and_every_pass_s
 
 
 @pytest.fixture
-def compiled():
-    """Compiles a network as one graph; `compiled.graphs` lists what was traced."""
+def counted():
+    """Options to compile a network as one graph, whose backend counts the graphs."""
     torch._dynamo.reset()
-
-    def backend(graph, inputs):
-        compile_one.graphs.append(graph)
-        return graph.forward
-
-    def compile_one(net, in_place=False):
-        if in_place:
-            net.compile(backend=backend, fullgraph=True)
-        return net if in_place else torch.compile(net, backend=backend, fullgraph=True)
-
-    compile_one.graphs = []
-    return compile_one
+    return dict(backend=CompileCounter(), fullgraph=True)
 
 
 @pytest.mark.parametrize("how", ["net.compile()", "torch.compile(net)", "FluxTransformer2DModel"])
-def test_a_compiled_network_is_two_graphs_one_dense_and_one_routed(how, compiled):
+def test_a_compiled_network_is_two_graphs_one_dense_and_one_routed(how, counted):
     net, run = tread(), lambda model: model(*BATCH_OF_4)
     if how == "FluxTransformer2DModel":
         net, run = family(how).model, family(how).call
-    fast = compiled(copy.deepcopy(net), in_place=how == "net.compile()")
+    fast, graphs = copy.deepcopy(net), counted["backend"]
+    if how == "net.compile()":
+        fast.compile(**counted)
+    else:
+        fast = torch.compile(fast, **counted)
     with torch.no_grad():
         dense = run(net)
-        assert torch.allclose(run(fast), dense, atol=1e-5) and len(compiled.graphs) == 1
+        assert torch.allclose(run(fast), dense, atol=1e-5) and graphs.frame_count == 1
         for seed in range(3):
             noise = torch.rand(len(dense), 2, N, generator=torch.Generator().manual_seed(seed))
             with routed(net, TWO, mask_noise=noise):
@@ -228,14 +222,14 @@ def test_a_compiled_network_is_two_graphs_one_dense_and_one_routed(how, compiled
                 assert torch.allclose(run(fast), expected, atol=1e-5)
             assert routing.ids_keep[0].shape == (len(dense), 8) and len(routing.trials) == 4
             # the first dense graph was that of another class
-            assert torch.allclose(run(fast), dense, atol=1e-5) and len(compiled.graphs) == 3
+            assert torch.allclose(run(fast), dense, atol=1e-5) and graphs.frame_count == 3
 
 
-def test_a_compiled_network_is_routed_at_every_size_and_sizes_are_dynamic_from_the_second_on(compiled):
+def test_a_compiled_network_is_routed_at_every_size_and_sizes_are_dynamic_from_the_second_on(counted):
     """Four tokens of text stand in front. With mask_noise, whose size is a constant, each size is compiled."""
     net = made(turned(lambda rope: rope[:, None]), lambda part, x: part(x, torch.ones(1, x.shape[1], 4).cumsum(1)),
                depth=1).model
-    fast = compiled(net)
+    fast = torch.compile(net, **counted)
     for length, count in ((16, 1), (24, 2), (36, 2)):
         x, outs = randn(3, length, 8), []
         for model in (net, fast):
@@ -244,12 +238,12 @@ def test_a_compiled_network_is_routed_at_every_size_and_sizes_are_dynamic_from_t
                                          keep=4) as routing:
                 outs.append(model(x=x))
             assert routing.ids_keep[0].shape == (3, (length - 4) // 2)
-        assert torch.allclose(*outs, atol=1e-5) and len(compiled.graphs) == count
+        assert torch.allclose(*outs, atol=1e-5) and counted["backend"].frame_count == count
 
 
-def test_a_compiled_network_keeps_the_tokens_of_a_mask_in_one_graph_or_raises_an_error(compiled):
+def test_a_compiled_network_keeps_the_tokens_of_a_mask_in_one_graph_or_raises_an_error(counted):
     case = CODES["SiT"]()
-    net, fast = case.model, compiled(case.model)
+    net, fast = case.model, torch.compile(case.model, **counted)
     with torch.no_grad():
         for counts in ((8, 0, 1), (2, 5, 8)):
             noise, some = torch.rand(BATCH, 2, N), mask_for(case, *counts)
@@ -257,11 +251,11 @@ def test_a_compiled_network_keeps_the_tokens_of_a_mask_in_one_graph_or_raises_an
                 expected, ids = net(x=X), routing.ids_keep
             with routed(fast, TWO, keep_mask=some, mask_noise=noise, grow=False) as routing:
                 assert torch.allclose(fast(x=X), expected, atol=1e-5)
-            assert all(map(torch.equal, ids, routing.ids_keep)) and len(compiled.graphs) == 1
+            assert all(map(torch.equal, ids, routing.ids_keep)) and counted["backend"].frame_count == 1
         with pytest.raises(RuntimeError, match="keeps more tokens than are kept"), \
              routed(fast, TWO, keep_mask=mask_for(case, 9, 0, 0), grow=False):
             fast(x=X)
-        flux = compiled(CODES["Flux"]().model)
+        flux = torch.compile(CODES["Flux"]().model, **counted)
         places = torch.zeros(BATCH, N, 3)
         places[:, 10:] = 1                  # of a condition image
         with pytest.raises(RuntimeError, match="With condition images compile the blocks"), routed(flux, TWO):
