@@ -213,10 +213,8 @@ def test_statistics_in_the_reference_win_over_its_images_as_in_adm(tmp_path):
 
     np.savez(tmp_path / "ref.npz", mu=np.zeros(16), sigma=np.eye(16))
     reference = open_reference(one_rank(), tmp_path / "ref.npz", adm)
-    assert available_metrics(adm, reference) == ["fid", "inception_score"]
-    for name in ("precision", "sfid", "kid"):
-        with pytest.raises(ValueError, match=f"{name} cannot be measured .* but fid, inception_score can"):
-            available_metrics(adm, reference, [name])
+    with pytest.raises(ValueError, match="sfid cannot be measured .* but fid, inception_score can"):
+        available_metrics(adm, reference, ["sfid"])
 
 
 PIXELS = dict(mu=np.zeros(192), sigma=np.eye(192))

@@ -96,8 +96,6 @@ def test_class_and_register_tokens_are_kept_by_every_entry_to_an_encoder(name, e
     ("WanTransformer3DModel", "for each of 16 samples or of as many tokens", dict(
         hidden_states=VIDEO[:1].repeat(N, 1, 1, 1, 1), timestep=TIME[:1].repeat(N),
         encoder_hidden_states=WORDS[:1].repeat(N, 1, 1))),
-    ("CogView4Transformer2DModel", "holds ['batch_flag']", dict(attention_kwargs=dict(batch_flag=torch.arange(BATCH)))),
-    ("ZImageTransformer2DModel", "several sizes", dict(x=[torch.zeros(4, 1, 8, 8 + 8 * b) for b in range(BATCH)])),
     ("ZImageTransformer2DModel", "several images per sample", dict(x=[[torch.zeros(4, 1, 8, 16)]] * BATCH)),
 ])
 def test_what_a_known_network_may_not_be_given_on_a_route_is_refused(name, says, inputs):
