@@ -156,10 +156,9 @@ def test_a_network_is_copied_and_saved_as_a_dense_one_of_its_own(wrapped_by_acce
     assert torch.equal(net(X), dense) and loss.isfinite()
 
 
-def tread(**options):
+def tread(depth=4):
     torch.manual_seed(1)
-    return DiT(**dict(input_size=8, in_channels=3, hidden_size=32, depth=4, num_heads=2, num_classes=5, init="xavier")
-               | options)
+    return DiT(input_size=8, in_channels=3, hidden_size=32, depth=depth, num_heads=2, num_classes=5, init="xavier")
 
 
 BATCH_OF_4 = randn(4, 3, 8, 8), randn(4).sigmoid(), torch.tensor([0, 1, 4, 5])

@@ -166,9 +166,8 @@ open({str(tmp_path / "told")!r}, "a").write(json.dumps(sys.argv[1:]) + chr(10))"
     runs: dict[str, list[str]] = {}
     for script, *typed in map(json.loads, (tmp_path / "told").read_text().splitlines()):
         if script == "train.py":
-            settings = by_key(parse_options(typed)[1])
             cfg = read(TrainSettings, compose("config", TrainSettings, typed))
-            check_settings(cfg, settings)
+            check_settings(cfg, by_key(parse_options(typed)[1]))
             assert cfg.name.endswith(f"-seed{cfg.seed}") and runs.setdefault(cfg.name, typed) == typed
         elif script == "fid.py":
             cfg = read(fid.ScoringSettings, compose("fid", fid.ScoringSettings, typed))
