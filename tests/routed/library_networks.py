@@ -98,8 +98,6 @@ COSMOS = dict(adaln_lora_dim=4, max_size=(4, 8, 8), mlp_ratio=2.0, attention_hea
 KANDINSKY = dict(
     in_text_dim=16, in_text_dim2=16, time_dim=8, model_dim=16, ff_dim=32, num_text_blocks=1, num_visual_blocks=DEPTH,
     axes_dims=(4, 2, 2), hidden_states=VIDEO.movedim(1, -1), pooled_projections=POOLED)
-KANDINSKY6 = KANDINSKY | dict(in_visual_dim=4, out_visual_dim=4, in_audio_dim=4, out_audio_dim=4, visual_cond=False,
-                              audio_hidden_states=randn(BATCH, 3, 4))
 ENCODER = dict(patch_size=2)
 ANGLES = randn(N, 8, seed=4)
 
@@ -109,8 +107,6 @@ NETWORKS = {
     "PixArtTransformer2DModel, masked": dict(
         added_cond_kwargs={}, attention_mask=torch.rand(BATCH, N, generator=torch.Generator().manual_seed(2)) > 0.3),
     "SD3Transformer2DModel": dict(first=0, pooled_projections=POOLED),
-    "SD3Transformer2DModel, 3.5": dict(
-        first=0, pooled_projections=POOLED, qk_norm="rms_norm", dual_attention_layers=(0, 1)),
     "FluxTransformer2DModel": FLUX | dict(pooled_projections=POOLED),
     "FluxTransformer2DModel, Kontext": FLUX | EDIT | dict(pooled_projections=POOLED),
     "Flux2Transformer2DModel": FLUX2,
@@ -119,7 +115,6 @@ NETWORKS = {
     "Flux3Transformer2DModel, edit": FLUX3 | dict(
         behind=2, image_cond_hidden_states=randn(BATCH, 2, 4, seed=6), image_cond_ids=randn(2, 4, seed=7)),
     "LongCatImageTransformer2DModel": FLUX,
-    "LongCatImageTransformer2DModel, edit": FLUX | EDIT,
     "BriaFiboTransformer2DModel": FIBO,
     "BriaFiboTransformer2DModel, edit": FIBO | EDIT,
     "BriaTransformer2DModel": FLUX | dict(pooled_projection_dim=None),
@@ -174,8 +169,9 @@ NETWORKS = {
         timestep=TIMES[:, None, :GRID[0], None, None]),
     "Kandinsky5Transformer3DModel": KANDINSKY | dict(
         visual_rope_pos=tuple(map(torch.arange, GRID)), text_rope_pos=torch.arange(TEXT)),
-    "Kandinsky6Transformer3DModel": KANDINSKY6,
-    "Kandinsky6Transformer3DModel, positions across": KANDINSKY6 | dict(ca_rope=True, cross_gates=True),
+    "Kandinsky6Transformer3DModel": KANDINSKY | dict(
+        in_visual_dim=4, out_visual_dim=4, in_audio_dim=4, out_audio_dim=4, visual_cond=False,
+        audio_hidden_states=randn(BATCH, 3, 4)),
     "VisionTransformer": ENCODER,
     "VisionTransformer, registers": ENCODER | dict(reg_tokens=2),
 }

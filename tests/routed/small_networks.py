@@ -72,7 +72,7 @@ def of_blocks(forward: Callable, depth: int) -> list[nn.Module]:
 
 def made(block: Callable, call: Callable = lambda part, x: part(x), name: str = "Somebodys", path: str = "blocks",
          depth: int = 4, forward: Callable | None = None, make: Callable = nn.ModuleList, inputs: dict | None = None,
-         first: Any = None, behind: int = 0, **attributes: Any) -> Case:
+         first: Any = None, **attributes: Any) -> Case:
     """A network of blocks of one forward, called by `call`; its forward is given the blocks and the tokens."""
     def run(self, x=None, **given):
         x = given.get("tokens", x)
@@ -83,7 +83,7 @@ def made(block: Callable, call: Callable = lambda part, x: part(x), name: str = 
     blocks = of_blocks(block, depth)
     setattr(net, path, make(blocks))
     vars(net).update(attributes)
-    return Case(net, inputs or dict(x=X), blocks, N, first, behind)
+    return Case(net, inputs or dict(x=X), [*getattr(net, path)], N, first)
 
 
 # ---- like original codes --------------------------------------------------------------------------------------------
@@ -133,19 +133,6 @@ def flux() -> Case:
         lambda part, x: part(x, vec=None, pe=pe), inputs=dict(x=X, img_ids=torch.zeros(BATCH, N, 3)))
 
 
-def flux2() -> Case:
-    def double(self, img, txt, pe, pe_ctx, mod_img, mod_txt, attn_params):
-        return both(self, img, txt, lambda q: q * torch.cat([pe_ctx, pe], dim=2)[..., 0])
-
-    pe, pe_ctx = TABLE[None, None, :, :, None].expand(BATCH, -1, -1, -1, -1), torch.ones(BATCH, 1, TEXT, D // 2, 1)
-    return two_streams(
-        "Flux2", ["double_blocks", "single_blocks"], double,
-        lambda part, x, text: part(x, text, pe, pe_ctx, None, None, Params()),
-        lambda self, x, pe, mod, attn_params: self.attend(x, lambda q: q * pe[..., 0]),
-        lambda part, x: part(x, torch.cat([pe_ctx, pe], dim=2), None, Params()),
-        inputs=dict(x=X, x_ids=torch.zeros(BATCH, N, 3)))
-
-
 def by_name() -> Case:
     """As minRF's, which names its streams x and c."""
     return two_streams(
@@ -158,23 +145,6 @@ def sd3() -> Case:
     """The words of its blocks are those of a function that they call."""
     return two_streams("MMDiT", ["joint_blocks"], lambda self, *args, **kwargs: both(self, args[1], args[0])[::-1],
                        lambda part, x, text: part(text, x, c=None)[::-1])
-
-
-def qwen() -> Case:
-    """Two tokens behind the image are a condition."""
-    def block(self, hidden_states, encoder_hidden_states, encoder_hidden_states_mask, temb, image_rotary_emb=None,
-              txt_seq_lens=None, joint_attention_kwargs=None, timestep_zero_index=None):
-        image, text = image_rotary_emb
-        drawn, condition = hidden_states.tensor_split([timestep_zero_index], dim=1)
-        base, other = temb[:, None].chunk(2)
-        return both(self, torch.cat([drawn + base, condition + other], dim=1), encoder_hidden_states,
-                    lambda q: torch.cat([q[:, :, :TEXT] * text, q[:, :, TEXT:] * image[None, None]], dim=2))[::-1]
-
-    tables = padded(TABLE, behind=2), torch.ones(TEXT, D // 2)
-    return two_streams(
-        "QwenImageTransformer2DModel", ["transformer_blocks"], block,
-        lambda part, x, text: part(x, text, None, randn(2 * BATCH, D), tables, timestep_zero_index=N)[::-1], behind=2,
-        inputs=dict(x=randn(BATCH, N + 2, D), img_shapes=[[(1, 1, N), (1, 1, 2)]]))
 
 
 def wan(freqs: Any = TABLE, e: Tensor | None = None) -> Case:
@@ -205,31 +175,28 @@ def of_samples(ends: Tensor) -> Tensor:
     return (torch.arange(whole) < (ends[1::2] - torch.arange(len(ends) // 2) * whole)[:, None])[:, None, None]
 
 
-def hunyuan(musubi: bool = False) -> Case:
-    def double(self, img, txt, vec, attn_mask=None, total_len=None, cu_seqlens_q=None, cu_seqlens_kv=None,
-               max_seqlen_q=None, max_seqlen_kv=None, freqs_cis=None):
+def hunyuan() -> Case:
+    """As musubi-tuner's, whose blocks hand all that they get to another function."""
+    def double(self, img, txt, vec, cu_seqlens_q=None, cu_seqlens_kv=None, max_seqlen_q=None, max_seqlen_kv=None,
+               freqs_cis=None):
         assert freqs_cis[0].shape == (img.shape[1], D // 2) and max_seqlen_q == img.shape[1] + TEXT
-        assert total_len is None or torch.equal(total_len, attn_mask.sum(-1).amax((1, 2)))
-        mask = of_samples(cu_seqlens_q) if attn_mask is None else attn_mask
-        return both(self, img, txt, turn_image(img.shape[1], freqs_cis[0]), mask, False)
+        return both(self, img, txt, turn_image(img.shape[1], freqs_cis[0]), of_samples(cu_seqlens_q), False)
 
-    def single(self, x, vec, txt_len, attn_mask=None, total_len=None, cu_seqlens_q=None, cu_seqlens_kv=None,
-               max_seqlen_q=None, max_seqlen_kv=None, freqs_cis=None):
-        mask = of_samples(cu_seqlens_q) if attn_mask is None else attn_mask
-        return self.attend(x, turn_image(x.shape[1] - txt_len, freqs_cis[0]), mask)
+    def single(self, x, vec, txt_len, cu_seqlens_q=None, cu_seqlens_kv=None, max_seqlen_q=None, max_seqlen_kv=None,
+               freqs_cis=None):
+        return self.attend(x, turn_image(x.shape[1] - txt_len, freqs_cis[0]), of_samples(cu_seqlens_q))
 
     def handing_on(self, *args, **kwargs):
         return self._forward(*args, **kwargs)
 
-    whole, totals, starts = N + TEXT, LENGTHS + N, torch.arange(BATCH) * (N + TEXT)
-    ends = torch.cat([torch.zeros(1), torch.stack([starts + totals, starts + whole], 1).flatten()]).int()
-    pairs = ((SEEN[:, None] & SEEN[:, :, None]) | torch.eye(whole).bool())[:, None]
+    whole, starts = N + TEXT, torch.arange(BATCH) * (N + TEXT)
+    ends = torch.cat([torch.zeros(1), torch.stack([starts + LENGTHS + N, starts + whole], 1).flatten()]).int()
     given = dict(cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=whole, max_seqlen_kv=whole,
-                 freqs_cis=(TABLE, TABLE)) | (dict(attn_mask=pairs, total_len=totals) if musubi else {})
+                 freqs_cis=(TABLE, TABLE))
     case = two_streams(
-        "HYVideoDiffusionTransformer", ["double_blocks", "single_blocks"], handing_on if musubi else double,
-        lambda part, x, text: part(x, text, None, **given), handing_on if musubi else single,
-        lambda part, x: part(x, None, TEXT, **given), text_first=False, first=0)
+        "HYVideoDiffusionTransformer", ["double_blocks", "single_blocks"], handing_on,
+        lambda part, x, text: part(x, text, None, **given), handing_on, lambda part, x: part(x, None, TEXT, **given),
+        text_first=False, first=0)
     type(case.blocks[0])._forward, type(case.blocks[2])._forward = double, single
     return case
 
@@ -249,34 +216,27 @@ class Params:
 PARAMS = Params(False, N, SEEN[:, None, None], LENGTHS + N, None, N + TEXT)
 
 
-def hunyuan15(**how: Any) -> Case:
-    def block(self, img, txt, vec, freqs_cis=None, text_mask=None, attn_param=None, is_flash=False, block_idx=None,
-              attn_params=None):
-        if attn_params is not None:
-            assert attn_params.img_len == img.shape[1] and attn_params.max_seqlen == img.shape[1] + TEXT
-            assert torch.equal(attn_params.seqlens, attn_params.attention_mask.sum((1, 2, 3)))
-        return both(self, img, txt, turn_image(img.shape[1], freqs_cis[0]),
-                    None if attn_params is None else attn_params.attention_mask, False)
+def hunyuan15() -> Case:
+    def block(self, img, txt, vec, freqs_cis=None, text_mask=None, attn_params=None, is_flash=False, block_idx=None):
+        assert attn_params.img_len == img.shape[1] and attn_params.max_seqlen == img.shape[1] + TEXT
+        assert torch.equal(attn_params.seqlens, attn_params.attention_mask.sum((1, 2, 3)))
+        return both(self, img, txt, turn_image(img.shape[1], freqs_cis[0]), attn_params.attention_mask, False)
 
     return two_streams(
         "HunyuanVideo_1_5_DiffusionTransformer", ["double_blocks"], block,
-        lambda part, x, text: part(img=x, txt=text, vec=None, freqs_cis=(TABLE, TABLE), **how), first=0,
+        lambda part, x, text: part(img=x, txt=text, vec=None, freqs_cis=(TABLE, TABLE), attn_params=PARAMS), first=0,
         single_blocks=[])
 
 
-def image_first(name: str, path: str, block: Callable, **inputs: Any) -> Case:
-    """musubi-tuner's Z-Image and Krea 2, whose texts of several lengths stand behind the image."""
-    table = padded(TABLE, behind=TEXT).expand(BATCH, -1, -1)
-    return made(block, lambda part, x: part(x, table, PARAMS), name, path, first=0,
-                inputs=dict(tokens=randn(BATCH, N + TEXT, D), **inputs))
-
-
-def z_image() -> Case:
-    def block(self, x, freqs_cis, attn_params=None, adaln_input=None):
+def krea2() -> Case:
+    """musubi-tuner's, whose texts of several lengths stand behind the image."""
+    def block(self, x, freqs, attn_params=None, vec=None):
         assert attn_params.img_len + TEXT == x.shape[1] == attn_params.max_seqlen
-        return self.attend(x, lambda q: q * freqs_cis[:, None], attn_params.attention_mask)
-    return image_first("ZImageTransformer2DModel", "layers", block, x=X.mT[:, :, None, None], patch_size=1,
-                       f_patch_size=1)
+        return self.attend(x, lambda q: q * freqs[:, None], attn_params.attention_mask)
+
+    table = padded(TABLE, behind=TEXT).expand(BATCH, -1, -1)
+    return made(block, lambda part, x: part(x, table, PARAMS), "SingleStreamDiT", first=0,
+                inputs=dict(tokens=randn(BATCH, N + TEXT, D), img=X))
 
 
 def lumina() -> Case:
@@ -296,15 +256,9 @@ CODES = {
                         lambda part, x: part(x, torch.ones(1, 7, D), None, [TEXT] * BATCH, HW=(4, 4)), "PixArtMS"),
     "LightningDiT": partial(made, lambda self, x, c, feat_rope=None: self.attend(x, feat_rope),
                             lambda part, x: part(x, None, lambda q: q * TABLE), "LightningDiT"),
-    "Flux": flux, "MMDiT": sd3, "QwenImageTransformer2DModel": qwen, "NextDiT": lumina,
-    "Flux2": flux2, "ZImageTransformer2DModel": z_image, "WanModel": wan,
-    "SingleStreamDiT": partial(
-        image_first, "SingleStreamDiT", "blocks", lambda self, x, freqs, attn_params=None, vec=None: self.attend(
-            x, lambda q: q * freqs[:, None], attn_params.attention_mask), img=X),
+    "Flux": flux, "MMDiT": sd3, "NextDiT": lumina, "SingleStreamDiT": krea2, "WanModel": wan,
     "WanModel, a time for each token": partial(
         wan, e=torch.arange(1.0, N + 1).view(1, N, 1, 1).expand(BATCH, -1, 6, D)),
-    "WanModel, musubi-tuner": partial(wan, [TABLE[:, None]] * BATCH),
-    "HYVideoDiffusionTransformer": hunyuan, "HYVideoDiffusionTransformer, musubi-tuner": partial(hunyuan, musubi=True),
-    "HunyuanVideo_1_5_DiffusionTransformer": partial(hunyuan15, attn_param={"thw": [1, 4, 4]}),
-    "HunyuanVideo_1_5_DiffusionTransformer, musubi-tuner": partial(hunyuan15, attn_params=PARAMS),
+    "WanModel, musubi-tuner": partial(wan, [TABLE[:, None]] * BATCH), "HYVideoDiffusionTransformer": hunyuan,
+    "HunyuanVideo_1_5_DiffusionTransformer": hunyuan15,
 }

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from library_networks import family
-from oracle import BATCH, Case, N, assert_close, assert_exact, gradients, randn, refused
+from oracle import BATCH, Case, N, assert_exact, randn, refused
 from small_networks import X, made
-from test_libraries import in_training, noise_for
+from test_libraries import noise_for
 from test_routing import LastRows
 from test_situations import attention
 
@@ -53,18 +53,6 @@ def test_a_callable_mask_reads_the_arguments_of_each_call():
             x = randn(BATCH, N, 4, seed=seed)
             case.call(hidden_states=x)
             assert torch.equal(routing.ids_keep[0], x.mean(-1).topk(K).indices.sort(1).values)
-
-
-def test_gradient_checkpointing_uses_the_number_of_tokens_that_a_mask_raised():
-    def trained(checkpointed):
-        case = in_training("FluxTransformer2DModel", checkpointed)
-        with routed(case.model, ALL_BUT_A_QUARTER, keep_mask=mask_for(case, 3, 13, 1)) as routing:
-            out = case.call()
-        assert routing.ids_keep[0].shape == (BATCH, 13)
-        out.square().mean().backward()
-        return gradients(case.model)
-
-    assert_close(trained(True), trained(False))
 
 
 def test_tokens_are_selected_by_the_router_that_is_given():

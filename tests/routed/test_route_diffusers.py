@@ -46,11 +46,8 @@ def test_a_script_of_diffusers_is_routed_for_the_first_of_its_steps(tmp_path, mo
 @pytest.mark.parametrize(("old", "new", "says"), [
     (".accumulate(", ".gather(", "exactly one is needed"),
     ("(models_to_accumulate)", "(prior)", r"trains prior, and its step calls the transformers \['transformer'\]"),
-    ("model_pred = transformer(", "model_pred = prior(", r"calls the transformers \[\]"),
-    ("transformer = accelerator.prepare(", "prior = accelerator.prepare(", "does not define transformer"),
     ("args.max_train_steps", "args.steps", "does not define args.max_train_steps"),
 ])
 def test_a_script_is_refused_if_it_has_no_such_step_or_not_what_the_changed_line_names(old, new, says):
-    script = SCRIPT.replace(old, new)
     with pytest.raises(SystemExit, match=says):
-        route_diffusers.patched(script, "2,-4,0.5", 0.85)
+        route_diffusers.patched(SCRIPT.replace(old, new), "2,-4,0.5", 0.85)

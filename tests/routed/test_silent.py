@@ -34,17 +34,12 @@ def test_torch_still_has_the_two_names_without_a_public_one():
     assert is_compiled_in_place(net)
 
 
-def vit(*frozen):
-    torch.manual_seed(0)
+@pytest.mark.parametrize("frozen_blocks", [0, 2])
+def test_a_step_after_a_backward_that_ends_inside_the_network_is_as_if_it_were_the_first(frozen_blocks):
     net = timm.create_model("vit_tiny_patch16_224", img_size=64, embed_dim=16, num_heads=2, depth=4, num_classes=0)
-    for p in [*net.patch_embed.parameters(), net.pos_embed, net.cls_token, *net.blocks[:2 * len(frozen)].parameters()]:
+    x = randn(2, 3, 64, 64)
+    for p in (*net.patch_embed.parameters(), net.pos_embed, net.cls_token, *net.blocks[:frozen_blocks].parameters()):
         p.requires_grad_(False)
-    return net.double(), randn(2, 3, 64, 64).double()
-
-
-@pytest.mark.parametrize("frozen", [(), ("blocks",)])
-def test_a_step_after_a_backward_that_ends_inside_the_network_is_as_if_it_were_the_first(frozen):
-    net, x = vit(*frozen)
     dense = net.forward_features(x)
     for routes in (MIDDLE, MIDDLE, []):
         with routed(net, routes) as routing:
@@ -86,11 +81,10 @@ def test_a_parametrization_that_is_put_on_a_block_while_a_loss_lives_stays():
     net.blocks[1].gain = nn.Parameter(torch.ones(D))
     parametrize.register_parametrization(net.blocks[1], "gain", nn.Softplus(), unsafe=True)
     del loss
-    assert parametrize.is_parametrized(net.blocks[1], "gain")
     for same in (net, copy.deepcopy(net)):
-        with routed(same, MIDDLE, mask_noise=NOISE, **NAMED):
-            out = same(X)
-        assert torch.equal(out, net(X)) is False and float(same.blocks[1].gain.sum().detach()) > D
+        with routed(same, MIDDLE, **NAMED):
+            same(X)
+        assert parametrize.is_parametrized(same.blocks[1], "gain") and (same.blocks[1].gain > 1).all()
 
 
 # ---- hooks and wrappers ---------------------------------------------------------------------------------------------
@@ -119,10 +113,10 @@ def test_hooks_on_gradients_pass_and_hooks_that_add_positions_do_not():
     net, seen = with_hook("full_backward", lambda seen, _, grads, outs: seen.append(outs[0].shape))
     with routed(net, MIDDLE, mask_noise=NOISE, **NAMED):
         net(X).square().sum().backward()
-    found, plain = gradients(net), Plain()
+    plain = Plain()
     with routed(plain, MIDDLE, mask_noise=NOISE, **NAMED):
         plain(X).square().sum().backward()
-    assert_close(found, gradients(plain))
+    assert_close(gradients(net), gradients(plain))
     assert seen
     net, _ = with_hook("forward", lambda seen, _, args, out: out + TABLE[:out.shape[1]].repeat(1, 2))
     assert COMPUTES in refused(net, MIDDLE, lambda: net(X), **NAMED)

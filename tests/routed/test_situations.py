@@ -19,6 +19,7 @@ from routed import Blocks, Family, Route, Router, by_place, families, fewer, pai
 
 Pair = namedtuple("Pair", ["first", "second"])
 MIDDLE, PLACES = [Route(1, 2, 0.5)], torch.arange(N)
+NEAR = ((PLACES[:, None] - PLACES).abs() < 9)[None, None]
 PADDING = PLACES < torch.tensor([[N], [N - 3], [4]])
 
 
@@ -100,11 +101,6 @@ class Halved(nn.Module):
         return 0.5 * self.inner(*args, **kwargs)
 
 
-def inside(wrapper):
-    case = made(attention, make=lambda parts: nn.ModuleList(map(wrapper, parts)))
-    return replace(case, blocks=[*case.model.blocks])
-
-
 def folded(self, x):
     """As lucidrains' residual streams, which are folded into the batch, and which its blocks mix."""
     return self.attend(x + x.unflatten(0, (4, -1)).mean(0).repeat(4, 1, 1))
@@ -113,8 +109,8 @@ def folded(self, x):
 # ---- how a network calls them ---------------------------------------------------------------------------------------
 
 
-def with_table(cut=lambda table: table):
-    return lambda part, x: part(x, cut(TABLE))
+def with_table(read=lambda table: table):
+    return lambda part, x: part(x, read(TABLE))
 
 
 def table_that_changes(part, x):
@@ -122,10 +118,6 @@ def table_that_changes(part, x):
     out = part(x, table[None, None])
     table.mul_(2)
     return out
-
-
-def near(part, x):
-    return part(x, ((PLACES[:, None] - PLACES).abs() < 9)[None, None])
 
 
 def class_token_first(net, x):
@@ -163,10 +155,6 @@ def value_residual(net, x):
     return x
 
 
-def in_order(*order):
-    return lambda net, x: through([net.blocks[i] for i in order], x)
-
-
 def encoder(**options):
     net = nn.TransformerEncoder(nn.TransformerEncoderLayer(D, 2, 8, **options), 3)
     return Case(net.eval(), dict(src=X, src_key_padding_mask=~PADDING), [])
@@ -176,24 +164,20 @@ def encoder(**options):
 
 
 MASK_AND_TABLE = made(lambda self, x, mask, rope: masked(self, self.attend(x, lambda q: q * rope[:, None]), mask),
-                      lambda part, x: part(x, ((PLACES[:, None] - PLACES).abs() < 9)[None, None], TABLE[None]))
+                      lambda part, x: part(x, NEAR, TABLE[None]))
 FOLDED = ((PLACES[:, None] - PLACES).abs() < torch.arange(9, 9 + 2 * BATCH)[:, None, None])
 NAMED, HIDDEN = dict(along={"rope": 0}), made(attention)
 EXACT = {       # network, and its description
     "a table [None, None]": (made(turned(lambda rope: rope[None, None]), with_table()), NAMED),
-    "a table in nested tuples": (made(turned(lambda rope: rope[0][1]["cos"]),
-                                      with_table(lambda table: ((None, {"cos": table}),))), NAMED),
-    "a table (1, N, D)": (made(turned(lambda rope: rope[:, None]), with_table(lambda table: table[None])),
-                          dict(along={"rope": 1})),
-    "a table by keyword": (made(lambda self, *, x, rope: self.attend(x, lambda q: q * rope),
-                                lambda part, x: part(x=x, rope=TABLE[None, None])), dict(along={"rope": 2})),
-    "a table by any keyword": (made(lambda self, x, **others: self.attend(x, lambda q: q * others["rope"]),
-                                    lambda part, x: part(x, rope=TABLE[None, None])), dict(along={"rope": 2})),
-    "a table by its position": (made(turned(lambda rope: rope[None, None]), with_table()), dict(along={1: 0})),
+    "a table in nested tuples, by keyword": (
+        made(lambda self, *, x, rope: self.attend(x, lambda q: q * rope[0][1]["cos"]),
+             lambda part, x: part(x=x, rope=((None, {"cos": TABLE}),))), NAMED),
+    "a table (1, N, D), by its position": (
+        made(turned(lambda rope: rope[:, None]), with_table(lambda table: table[None])), dict(along={1: 1})),
     "a table that changes in place": (made(turned(torch.clone), table_that_changes), dict(along={"rope": 2})),
     "a function of positions": (made(lambda self, x, rope: self.attend(x, rope), lambda part, x: part(
         x, lambda q: q * TABLE)), dict(along={"rope": by_place(2)})),
-    "a mask (1, 1, N, N)": (made(masked, near), dict(along={"mask": pairs})),
+    "a mask (1, 1, N, N)": (made(masked, lambda part, x: part(x, NEAR)), dict(along={"mask": pairs})),
     "a mask and a table": (MASK_AND_TABLE, dict(along={"mask": pairs, "rope": 1})),
     "a padding mask": (made(masked, lambda part, x: part(x, PADDING)), dict(along={"mask": 1})),
     "a number of tokens": (made(counted, lambda part, x: part(x, N)), dict(along={"length": fewer})),
@@ -204,9 +188,8 @@ EXACT = {       # network, and its description
     "a known name with another table": (
         made(lambda self, x, rope: self.attend(x, lambda q: q * rope[:, None]), with_table(lambda table: table[None]),
              "SiT"), dict(along={"rope": 1}, blocks=None)),
-    "REPA's projector behind the route": (made(attention, forward=lambda net, x: projected(net, x)),
-                                          dict(routes=[Route(0, 0, 0.5)])),
-    "a wrapper that scales": (inside(Halved), {}),
+    "REPA's projector behind the route": (made(attention, forward=projected), dict(routes=[Route(0, 0, 0.5)])),
+    "a wrapper that scales": (made(attention, make=lambda parts: nn.ModuleList(map(Halved, parts))), {}),
     "a mask (B heads, N, N)": (made(lambda self, x, mask: self.attend(x, mask=mask.unflatten(0, (len(x), -1))),
                                     lambda part, x: part(x, FOLDED)), dict(along={"mask": pairs})),
     "long skips around the middle": (
@@ -280,7 +263,6 @@ REFUSED = {     # network, its description, and what the error says
                                                   "which names none for c, feat_rope|which names none for feat_rope"),
     "a number of tokens that nobody named": (made(counted, lambda part, x: part(x, N)), {},
                                              "length is 16, as long as the tokens: write along={'length': fewer}"),
-    "a mask (1, 1, N, N) that nobody named": (made(masked, near), {}, "write along={'mask': pairs}"),
     "a mask and a table that nobody named": (
         MASK_AND_TABLE, {}, r"write along=\{'mask': pairs, 'rope': 1\} \(`from routed import pairs`\), with which this "
                             r"block passes"),
@@ -320,8 +302,7 @@ REFUSED = {     # network, its description, and what the error says
                       "After block -1 came block 4"),
     "groups of blocks": (made(attention, make=lambda parts: nn.ModuleList([nn.ModuleList(parts)] * 2)), {},
                          "blocks.0 is a ModuleList, not a block"),
-    "another order": (made(attention, forward=in_order(0, 2, 1, 3)), {}, "After block 0 came block 2"),
-    "blocks that are left out": (made(attention, forward=in_order(0, 1, 2)), {},
+    "blocks that are left out": (made(attention, forward=lambda net, x: through(net.blocks[:3], x)), {},
                                  "After block 2 came the end: .* 4 blocks of Somebodys once.* Name a list"),
     "a pass that stops early, twice": (HIDDEN, dict(call=lambda case: [case.blocks[0](X) for _ in range(2)]),
                                        "After block 0 came the end"),

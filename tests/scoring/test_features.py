@@ -1,19 +1,18 @@
 """Feature extractors: their inputs, the weights that they accept, and what they refuse."""
 
 import json
-import re
 import runpy
 import shutil
 import urllib.error
 
-import numpy as np
 import pytest
+import timm
 import torch
 from conftest import ROOT, one_rank, run_command
+from safetensors.torch import save_file
 
 import fid
 from examples import own_features
-from latents.images import open_source
 from runtime.files import sha256
 from scoring import features
 from scoring.features import Extractor, extract
@@ -31,13 +30,6 @@ def pictures(count, side=32, seed=0):
 
 
 # ---- what all share
-
-
-def test_pixels_are_the_means_of_boxes():
-    images, pixels = pictures(3), load("pixels")
-    boxes = images.view(3, 8, 4, 8, 4, 3).double().mean((2, 4)) / 255
-    pool = pixels.compute(images)["pool"]
-    assert pool.shape == (3, pixels.sizes["pool"]) and torch.allclose(pool.double(), boxes.flatten(1), atol=1e-6)
 
 
 def test_copies_are_dropped_and_the_rest_keep_their_indices():
@@ -137,20 +129,12 @@ def test_inception_returns_pool_spatial_and_probabilities_of_any_batch(name, wei
 # ---- DINOv2 and code of one's own
 
 
-def test_the_example_of_dinov2_is_fed_224_and_returns_its_class_token(tmp_path):
-    import timm
-    from safetensors.torch import save_file
-
-    torch.manual_seed(0)
+def test_the_example_of_dinov2_returns_a_class_token_of_images_of_any_size(tmp_path):   # right values: test_versions.py
     network = timm.create_model("vit_small_patch14_dinov2", num_classes=0)
     save_file(network.state_dict(), tmp_path / "model.safetensors")
     dinov2 = own_features.dinov2(tmp_path / "model.safetensors", "cpu", "vit_small_patch14_dinov2")
-    images = pictures(2, side=224).permute(0, 3, 1, 2)
     with torch.no_grad():
-        pool = dinov2(images)
-        small, large = (dinov2(torch.full((1, 3, side, side), 9, dtype=torch.uint8)) for side in (64, 224))
-        assert pool.shape == (2, 384) and torch.allclose(dinov2(images[1:]), pool[1:], atol=1e-4)
-    assert torch.allclose(small, large, atol=1e-4)
+        assert dinov2(pictures(2, side=64).permute(0, 3, 1, 2)).shape == (2, 384)
 
 
 def test_a_function_of_ones_own_is_fed_channels_first_and_told_apart_by_its_module_and_weights(tmp_path):
@@ -173,38 +157,6 @@ def test_a_function_of_ones_own_is_fed_channels_first_and_told_apart_by_its_modu
 def test_a_function_that_returns_no_features_is_refused(name, message):
     with pytest.raises(ValueError, match=message):
         load(f"python:own_code.{name}")
-
-
-def test_the_lines_of_the_page_load_stylegans_inception(tmp_path, monkeypatch):
-    """A program of one's own, which returns probabilities unless it is asked for features, as that of NVIDIA does."""
-    class Inception(torch.nn.Module):
-        def forward(self, images, return_features: bool = False):
-            means = images.float().mean((2, 3))
-            return means if return_features else (means / 255).softmax(1)
-
-    [lines] = re.findall(r"```python\n(.*?)```", (ROOT / "docs/evaluation.md").read_text(), flags=re.S)
-    assert len(lines.splitlines()) == 3
-    (tmp_path / "nvidia.py").write_text(lines)
-    monkeypatch.syspath_prepend(tmp_path)
-    torch.jit.script(Inception()).save(tmp_path / "inception-2015-12-05.pt")
-    theirs, images = load("python:nvidia.stylegan", tmp_path / "inception-2015-12-05.pt"), pictures(2)
-    assert torch.allclose(theirs.compute(images)["pool"], images.float().mean((1, 2)))
-
-
-def test_resnet56s_features_are_those_of_its_published_file(real_data):
-    """Its last layer finds the classes of test images, whose order is that of their names, in the features."""
-    file = real_data / "resnet56-cifar10/resnet56-4bfd9763.th"
-    if not file.is_file():
-        pytest.skip("no ResNet-56 beside the real data")
-    mine = load("python:scripts.studies.resnet56.resnet56", file)
-    assert mine.distance == "fd_resnet56" and mine.sizes == {"pool": 64} and mine.sha256.startswith("4bfd9763")
-    source = open_source(str(real_data / "cifar10-test.zip/test"))
-    indices = np.arange(0, len(source), len(source) // 200)
-    images = torch.from_numpy(np.stack([source.pixels(i, 32) for i in indices]))
-    last = torch.load(file, weights_only=True, map_location="cpu")["state_dict"]
-    with torch.no_grad():
-        logits = mine.compute(images)["pool"] @ last["module.linear.weight"].T + last["module.linear.bias"]
-    assert (logits.argmax(1).numpy() == source.labels[indices]).mean() > 0.75
 
 
 # ---- the numbers of OpenAI's evaluator on the cross-check's graph and batches

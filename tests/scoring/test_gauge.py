@@ -1,6 +1,5 @@
 """A gauge is a preset of ordinary settings, which sample as the authors' own commands do, and published scores."""
 
-
 import numpy as np
 import pytest
 import torch
@@ -9,7 +8,6 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 import fid
-from dit import DiT_models
 from guidance import Guidance
 from runtime.schema import read
 from sampling.sampler import Sampler
@@ -24,7 +22,6 @@ PUBLISHED_COMMANDS = {
     "repa_xl2": ("euler_maruyama", 250, 1.8, None, (0, 0.7)),
     "lightningdit_xl1": ("euler", 249, 6.7, 3, (0, 0.875)),
 }
-FLOPS = 120e12  # a second of an H100 in TF32: 30 % of a large product's, assumed
 
 
 def settings_of(gauge):
@@ -32,21 +29,6 @@ def settings_of(gauge):
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         cfg = compose("fid", overrides=[f"gauge={gauge}", "checkpoint=x", "reference=x"])
     return read(fid.ScoringSettings, OmegaConf.to_container(cfg, resolve=True))
-
-
-@pytest.mark.parametrize("gauge", PUBLISHED_COMMANDS)
-def test_the_hours_at_the_head_of_a_gauge_are_computed(gauge):
-    cfg = settings_of(gauge)
-    with torch.device("meta"):
-        net = DiT_models["LightningDiT-XL/1" if "lightning" in gauge else "DiT-XL/2"](
-            learn_sigma=gauge.startswith("dit"),
-            **(dict(input_size=16, in_channels=32) if "lightning" in gauge else {}))
-    diffusion = build_diffusion({"name": "ddpm" if gauge.startswith("dit") else "rf"})
-    guidance = cfg.scale and Guidance(cfg.scale, interval=cfg.interval, channels=cfg.channels)
-    cost = Sampler(diffusion, cfg.num_steps, guidance, cfg.sampler.model_dump()).cost(net)
-    hours = f"{2 * sum(cost) * 50_000 / FLOPS / 3600:.2g}"
-    text = (ROOT / "configs" / "gauge" / f"{gauge}.yaml").read_text()
-    assert f"# {hours} hours of one H100 [derived: FLOPs at 120 TFLOP/s]" in text, hours
 
 
 @pytest.mark.parametrize("gauge", GAUGES)
