@@ -74,29 +74,29 @@ def test_an_image_that_is_replaced_changes_the_fingerprint_and_a_copy_of_a_zip_d
 
 
 @pytest.mark.parametrize(("name", "content", "words"), [
-    *((f"x.{kind}", b"x" * 600, "is not one folder or .zip, nor uncompressed .tar or")
+    *((f"x.{kind}", {"x.png": b""}, "is not one folder or .zip, nor uncompressed .tar or")
       for kind in ("tar.gz", "jpg", "npz")),
-    ("x.tar", b"\x1f\x8b", "is not a complete, uncompressed tar"), ("x.zip", b"PK", "is not a complete zip file"),
-    ("x.parquet", b"PAR1", "is not a complete parquet file"), ("nowhere", None, "does not exist (looked from "),
-    ("x.zip", {"arr_0.npy": b""}, "holds no images among 1 files, such as arr_0.npy"),
+    ("nowhere", None, "does not exist (looked from "),
+    ("x.tar", {"arr_0.npy": b""}, "holds no images among 1 files, such as arr_0.npy"),
     ("train.tar", {"n01.tar": b"", "n02.tar": b""}, "n01.tar, n02.tar: unpack archives first, as in tar xf <tar> -C"),
 ])
 def test_a_source_that_holds_no_images_is_refused(tmp_path, name, content, words):
-    if isinstance(content, dict):
-        (put_tar if name.endswith("tar") else put_zip)(tmp_path / name, content)
-    elif content:
-        (tmp_path / name).write_bytes(content)
+    if content:
+        put_tar(tmp_path / name, content)
     refused(lambda: open_source(tmp_path / name), name, words)
 
 
-def test_tars_that_are_cut_short_and_links_in_tars_are_refused(tmp_path):
+def test_tars_that_are_cut_short_or_joined_and_links_in_tars_are_refused(tmp_path):
+    """libarchive/libarchive#457: of tars joined by cat, readers see the first."""
     data = put_tar(tmp_path / "good.tar", PETS).read_bytes()
+    (tmp_path / "two.tar").write_bytes(data + data)
     with tarfile.open(tmp_path / "good.tar", "a") as archive:
         (tmp_path / "endless.tar").write_bytes(data[: archive.getmembers()[2].offset])
         link = tarfile.TarInfo("cat/link.png")
         link.type, link.linkname = tarfile.LNKTYPE, "cat/1.png"
         archive.addfile(link)
     refused(lambda: open_source(tmp_path / "endless.tar"), "endless.tar is not a complete, uncompressed tar")
+    refused(lambda: open_source(tmp_path / "two.tar"), "is several tars, one after another: unpack it by tar --ignore-")
     refused(lambda: open_source(tmp_path / "good.tar"), "cat/link.png, a link, device", "tar --dereference --hard")
 
 
