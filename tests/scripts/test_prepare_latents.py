@@ -19,7 +19,6 @@ import pytest
 import torch
 from conftest import ROOT, save_vae
 from filelock import FileLock
-from omegaconf import OmegaConf
 from spoils import refused, without_hashes
 from test_images import noise
 from test_labels import encoded
@@ -28,7 +27,6 @@ from latents import writer
 from latents.folder import open_latents
 from latents.images import ImageSource
 from runtime.files import record_sha256, sha256
-from runtime.schema import CONFIGS
 from scripts import prepare_latents as script
 from weights import autoencoders
 
@@ -36,11 +34,7 @@ POOLED = "python:own_code.pooled"
 
 
 def prepare(source, out, resolution=32, autoencoder="identity", **settings) -> None:
-    """Prepares with the settings of configs/prepare_latents.yaml but for those that are given."""
-    plain = OmegaConf.to_container(OmegaConf.load(CONFIGS / "prepare_latents.yaml"))
-    plain = {key: plain[key] for key in script.PrepareSettings.model_fields}
-    settings |= {"source": str(source), "out": str(out), "resolution": resolution, "autoencoder": autoencoder}
-    script.main.__wrapped__(script.check_settings(script.PrepareSettings(**plain | settings), {}))
+    script.main(source=str(source), out=str(out), resolution=resolution, autoencoder=autoencoder, **settings)
 
 
 @pytest.fixture
@@ -252,8 +246,8 @@ def test_memory_does_not_grow_with_the_data_set(tmp_path):
     peaks = []
     for count in (200, 1200):  # a thousand images more: 12 MB of pixels, and 25 MB of latents
         tracemalloc.start()
-        prepare("shapes", tmp_path / str(count), resolution=64, shapes={"count": count, "seed": 0}, shard_size=10**6,
-                batch_size=16, num_workers=1)
+        prepare("shapes", tmp_path / str(count), resolution=64, shard_size=10**6, batch_size=16,
+                num_workers=1, **{"shapes.count": count})
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] - peaks[0] < 2e6
