@@ -39,17 +39,14 @@ def run(tmp_path, *settings):
     return record
 
 
-def test_training_steps_are_timed_in_turn_with_matrix_products(tmp_path, capsys, monkeypatch):
+def test_training_steps_are_timed_in_turn_with_matrix_products(tmp_path, monkeypatch):
     record = run(tmp_path, "optimizer=muon")
     for row in record["rows"]:
-        assert row.keys() >= {"first s", "peak GiB"} and len(row["rounds s"]) == 2
         assert row["images/s"] == pytest.approx(4 / row["s"])
         rate = row["GFLOP/image"] * 1e9 * row["images/s"]
         assert row["MFU"] * max(record["matmul FLOP/s"].values()) == pytest.approx(rate)
     dense, routed = record["rows"]
     assert dense["over dense"] == 1 and routed["FLOP ratio"] > 1
-    printed = capsys.readouterr().out
-    assert "| tread | 4 |" in printed and "MFU is the share of the best" in printed
     # In each round dit and tread; both are also timed for their first step, and matrix products are not.
     seconds = iter([1.0, 1.0, 2.0, 1.0, 8.0, 2.0])
     monkeypatch.setattr(benchmark, "seconds_of", lambda device, work, count=1: (work(count), next(seconds))[1])
@@ -74,7 +71,6 @@ def test_sampling_counts_the_cost_of_an_image(tmp_path):
     cost = 2e-9 * sum(multiply_adds(benchmark.make_network(cfg, "dit", "meta")))
     [row] = run(tmp_path, "mode=sample", "scale=2")["rows"]
     assert row["GFLOP/image"] == pytest.approx(6 * cost)    # Heun's two steps have three passes, each of two images
-    assert row.keys() >= {"images/s", "s", "MFU", "peak GiB", "first s"}
 
 
 def test_each_part_of_the_plan_for_a_gpu_is_a_command_that_can_be_read_and_all_fit_a_quarter_of_an_hour(tmp_path):

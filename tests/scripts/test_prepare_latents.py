@@ -4,7 +4,6 @@ import errno
 import fcntl
 import filecmp
 import hashlib
-import io
 import json
 import os
 import runpy
@@ -33,7 +32,8 @@ from weights import autoencoders
 POOLED = "python:own_code.pooled"
 
 
-def prepare(source, out, resolution=32, autoencoder="identity", **settings) -> None:
+def prepare(source, out, resolution=32, autoencoder="identity", shapes=None, **settings) -> None:
+    settings |= {f"shapes.{key}": value for key, value in (shapes or {}).items()}
     script.main(source=str(source), out=str(out), resolution=resolution, autoencoder=autoencoder, **settings)
 
 
@@ -91,10 +91,6 @@ def test_pixels_go_in_and_come_back(pets, tmp_path):
     assert arrays["latents"].dtype == np.dtype("<f2")
     images = autoencoders.load_autoencoder("identity").decode(torch.from_numpy(arrays["latents"]))
     assert np.array_equal(images, np.stack([noise(32, 32, k) for k in range(10)]))
-    for name in files:
-        buffer = io.BytesIO()
-        np.save(buffer, np.load(tmp_path / "out" / name))
-        assert (tmp_path / "out" / name).read_bytes() == buffer.getvalue()
     prepare(pets, tmp_path / "other", shard_size=7)     # is the same data set for a run
     (pets / "cat/0.png").write_bytes(encoded(noise(32, 32, 99)))
     prepare(pets, tmp_path / "changed", shard_size=4)
@@ -246,8 +242,8 @@ def test_memory_does_not_grow_with_the_data_set(tmp_path):
     peaks = []
     for count in (200, 1200):  # a thousand images more: 12 MB of pixels, and 25 MB of latents
         tracemalloc.start()
-        prepare("shapes", tmp_path / str(count), resolution=64, shard_size=10**6, batch_size=16,
-                num_workers=1, **{"shapes.count": count})
+        prepare("shapes", tmp_path / str(count), resolution=64, shapes={"count": count}, shard_size=10**6,
+                batch_size=16, num_workers=1)
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] - peaks[0] < 2e6

@@ -10,23 +10,17 @@ import pytest
 from conftest import PATIENCE, ROOT
 from training_runs import wait_until
 
-# Starts the tasks, hands TERM on to each, and ends all where one leaves with another code than 0, as it is asked to;
-# returns the largest exit code.
+# Starts the tasks, hands TERM on to each, and returns the largest exit code. By the option, Slurm also ends the tasks
+# that would wait for one that failed.
 SRUN = f"""#!{sys.executable}
-import os, signal, subprocess, sys, time
-command, options = sys.argv[1:], []
-while command[0].startswith("--"):
-    options.append(command.pop(0))
+import os, signal, subprocess, sys
+option, *command = sys.argv[1:]
+assert option == "--kill-on-bad-exit=1"
 count, nodes = int(os.environ["SLURM_NTASKS"]), int(os.environ["SLURM_NNODES"])
 places = [{{"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i % (count // nodes))}} for i in range(count)]
 tasks = [subprocess.Popen(command, env=os.environ | place) for place in places]
 signal.signal(signal.SIGTERM, lambda *_: [task.send_signal(signal.SIGTERM) for task in tasks])
-while None in (codes := [task.poll() for task in tasks]):
-    if any(codes) and "--kill-on-bad-exit=1" in options:
-        [task.terminate() for task in tasks]
-        options.clear()
-    time.sleep(0.01)
-sys.exit(max(code if code >= 0 else 128 - code for code in codes))
+sys.exit(max(task.wait() for task in tasks))
 """
 SCONTROL = """#!/bin/sh
 case $1 in show) echo localhost ;; requeue) echo "$2" >> "$REQUEUED"; exit "${REFUSES:-0}" ;; esac
@@ -43,7 +37,7 @@ if "fail" in sys.argv:
     sys.exit(3)
 while "wait" in sys.argv and not stopped:
     time.sleep(0.01)
-time.sleep(100 if "unsaved" in sys.argv and os.environ["RANK"] != "0" else 0.3 if stopped else 0)
+time.sleep(0.3 if stopped else 0)
 sys.exit(1 if "unsaved" in sys.argv else 143 if stopped or "killed" in sys.argv else 0)
 """
 
