@@ -124,7 +124,6 @@ CLASSES = {"huggingface": json.dumps({"info": {"features": {"label": {"names": P
 # The files, the source, labels= and columns; then the class of each image, or the words of the line that refuses.
 SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     # Folders. Splits: no word means one.
-    "class folders": (numbered("dog/0.png", "cat/1.png", "dog/2.png"), "", {}, "dog cat dog"),
     "pytorch/vision#714, modestyachts/ImageNetV2#10: numbers in torchvision's order": (
         numbered("10/x.png", "9/x.png", "1/x.png"), "", {}, "10 9 1"),
     "replicate/lora-training#9, FlyMyAI/flymyai-lora-trainer#72": (

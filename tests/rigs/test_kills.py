@@ -173,7 +173,6 @@ def task(place, request) -> Task:
         assert not task.differs_in()
     task.seconds = time.monotonic() - began
     task.changes = int((re.search(r"(\d+) changes\n$", ended.printed) or [0, 0])[1])
-    print(f"{request.param}: {task.seconds:.1f} s and {task.changes} changes to files a life")
     return task
 
 
@@ -185,7 +184,7 @@ def task(place, request) -> Task:
 ], indirect=["task"])  # fmt: skip
 def test_a_command_that_is_killed_again_and_again_leaves_the_files_of_an_undisturbed_one(task, number):
     rng = random.Random(f"{SEED} {task.out.name} {number}")
-    kills = runs = kills_of_run = 0
+    kills = kills_of_run = 0
     task.clear()
     while kills < KILLS or kills_of_run:
         before, spared = task.reached(task.out), kills >= KILLS or kills_of_run >= 60
@@ -209,9 +208,8 @@ def test_a_command_that_is_killed_again_and_again_leaves_the_files_of_an_undistu
             continue
         differs = task.differs_in()
         assert ended.code == 0 and not differs, f"{tried}, after {kills_of_run} others: {differs} {ended.printed}"
-        runs, kills_of_run = runs + 1, 0
+        kills_of_run = 0
         task.clear()
-    print(f"{task.out.name}: {kills} times {signal.Signals(number).name}, {runs} runs finished, all equal")
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["ENOSPC", "EIO"])
@@ -225,7 +223,6 @@ def test_each_failed_write_ends_in_a_one_line_error_and_the_next_run_leaves_equa
         if change == at or (number == errno.ENOSPC and change > at and needs_room):
             raise OSError(number, os.strerror(number))
 
-    sentences = 0
     for at in range(1, task.changes + 1, max(1, task.changes // WRITES)):
         tried = f"{errno.errorcode[number]} at change {at} of {task.changes}"
         task.clear()
@@ -236,8 +233,6 @@ def test_each_failed_write_ends_in_a_one_line_error_and_the_next_run_leaves_equa
         assert failed or (ended.code == 0 and not differs), f"{tried}: {ended.code}, {differs} {ended.printed}"
         again = task.finish(task.start())
         assert again.code == 0 and not task.differs_in(), f"{tried}, again: {task.differs_in()} {again.printed}"
-        sentences += failed
-    print(f"{task.out.name}: {sentences} sentences, the next life equal")
 
 
 # ---- compiling ------------------------------------------------------------------------------------------------------
@@ -286,4 +281,3 @@ def test_a_process_that_is_killed_while_torch_compiles_starts_again(tmp_path):
             assert life.returncode == 0 and not unfinished(), f"after {kills} kills: {printed}"
             assert bool(half) >= ("unfinished files" in printed), printed
             shutil.rmtree(cache)
-    print(f"compiling: {kills} kills, {half} of them left an unfinished library")

@@ -23,7 +23,7 @@ from scripts import import_latents as script
 
 COUNT, SIDE, SCALE = 12, 8, np.float32(0.18215)
 LABELS = np.arange(COUNT) // 5  # 0 0 0 0 0 1 1 1 1 1 2 2
-LISTED, LAST, JSON = "00000", "00000/img-mean-std-00000011.npy", "dataset.json"
+LAST, JSON = "00000/img-mean-std-00000011.npy", "dataset.json"
 SHARD = "latents_rank00_shard000"
 
 
@@ -92,21 +92,16 @@ def write_tread(tmp_path, values=None):
     return tmp_path / "tars", values
 
 
-def write_lightningdit(tmp_path, channels=6, flip=True, stats=True, sizes=(7, 5), **tensors):
+def write_lightningdit(tmp_path, channels=6, flip=True, stats=True):
     """LightningDiT's extract_features.py: a shard a rank and number; latents_stats.pt of its loader."""
     folder = tmp_path / "vavae"
     folder.mkdir()
     values = normal(COUNT, channels, 4, 4, mean=1.0, std=3.0)
     flips = normal(COUNT, channels, 4, 4, seed=9, mean=1.0, std=3.0)
-    start = 0
-    for number, size in enumerate(sizes):
-        rows = slice(start, start + size)
+    for number, rows in enumerate((slice(7), slice(7, COUNT))):
         content = {"latents": torch.tensor(values[rows]), "labels": torch.tensor(LABELS[rows])}
         content |= {"latents_flip": torch.tensor(flips[rows])} if flip else {}
-        if number == len(sizes) - 1:
-            content |= tensors
         save_file(content, folder / f"latents_rank00_shard{number:03d}.safetensors")
-        start += size
     if stats:
         z = torch.tensor(values)
         torch.save({"mean": z.mean((0, 2, 3), keepdim=True), "std": z.std((0, 2, 3), keepdim=True)},
@@ -125,11 +120,6 @@ def made(write, change=None, place="", **how):
             change(source)
         return source / place if place else source, values
     return bring
-
-
-def each(folder, change):
-    """Writes every array of a folder anew."""
-    return lambda source: [file.write_bytes(npy(change(np.load(file)))) for file in (source / folder).iterdir()]
 
 
 def relabel(change):
@@ -258,17 +248,18 @@ REFUSED = [  # what was brought, settings, words
     (made(write_repa, put(JSON, '{"labels": []}')), REPA, "dataset.json is not a file of labels (it is not EDM's"),
     # pairs; facebookresearch/DiT#13, chuanyangjin/fast-DiT#21
     (made(write_fastdit, batch=4), FAST, "arrays of shape (4, 4, 8, 8), but latents have (C, R, R)"),
-    (made(write_fastdit, each("imagenet256_features", lambda z: z * 5.5)), FAST,
-     "values as stored: a standard deviation of 5"),
     # safetensors
     (made(write_lightningdit, channels=4, flip=False, stats=False), LIGHT, "latent_norm=false"),
-    (made(write_lightningdit, labels=torch.arange(3)), LIGHT, "has 3 labels"),
+    (made(write_lightningdit, lambda source: save_file(
+        {"latents": torch.ones(5, 6, 4, 4), "labels": torch.arange(3)}, source / f"{SHARD}.safetensors")), LIGHT,
+     "has 3 labels"),
     (made(write_lightningdit, cut(f"{SHARD}.safetensors")), LIGHT, f"{SHARD}.safetensors is not a complete"),
     # tars; CompVis/tread#13, soran-ghaderi/torchebm#304, google-deepmind/representations4d#13,
     # Zhendong-Wang/Patch-Diffusion#2, webdataset/webdataset#157, huggingface/diffusers#7188
     (made(write_tread), {"format": "tread"}, "tars do not record what they hold: set kind=sample"),
     (made(write_tread, values=moments()), TREAD | {"kind": "moments"}, "write 2 * log(std) instead"),
     (made(write_tread), TREAD | {"kind": "moments"}, "latents of 2 channels, read with kind=moments, but sd_vae_ema's"),
+    (made(write_tread, values=normal(COUNT, 4, 8, 8, std=5.5)), TREAD, "values as stored: a standard deviation of 5"),
     (made(write_tread, values=normal(COUNT, 4, 8, 16)), TREAD, "images that are not square"),
     (made(write_tread, values=np.full((COUNT, 4, 8, 8), 1e6, np.float32)), TREAD, "not finite or overflow float16"),
     (tar_of({"a.cls": b"1", "a.latent.npy": SAMPLE, "./a.latent.npy": SAMPLE}), TREAD, "two files called ./a.latent"),
