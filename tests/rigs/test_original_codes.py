@@ -126,21 +126,10 @@ def code(folder, module, stubs=""):
         sys.modules |= here
 
 
-class Last(nn.Module):
-    """A network of which one output is compared."""
-
-    def __init__(self, network, key):
-        super().__init__()
-        self.network, self.key = network, key
-
-    def forward(self, **inputs):
-        out = self.network(**inputs)
-        return out[self.key] if isinstance(out, dict | tuple) else out
-
-
-def case(network, first=None, behind=0, key=0, **inputs):
+def case(network, first=None, behind=0, **inputs):
     blocks = [block for spec in family_of(network).lists for block in network.get_submodule(spec.path)]
-    return Case(Last(network, key), inputs, blocks, N, first, behind)
+    network.register_forward_hook(lambda _, inputs, out: out[0] if isinstance(out, tuple) else out)
+    return Case(network, inputs, blocks, N, first, behind)
 
 
 # ---- the codes ------------------------------------------------------------------------------------------------------

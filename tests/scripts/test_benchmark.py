@@ -3,20 +3,21 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import forked
 import pytest
 import torch
 from conftest import ROOT, run_command
+from test_docs import composed
 from test_gpu_plan import write_official
 
 from dit import multiply_adds
 from runtime import schema
-from runtime.command import compose, parse_options
-from scripts import benchmark, check_gpu
+from runtime.command import compose
+from scripts import benchmark
 
 TINY = ["hidden_size=32", "depth=3", "num_heads=2", "tokens=16", "batch_size=4", "rounds=2", "steps=1", "warmup=1",
         "cpu=true", "num_steps=2", "routes=[{start_layer_idx: 1, end_layer_idx: 1, selection_ratio: 0.5}]"]
@@ -86,12 +87,9 @@ IFS="\t"; echo "$*" >> "$OUT/commands"
                           "OFFICIAL": str(write_official(tmp_path / "official"))})
     seconds = dict(re.findall(r"== (\w+) \(at most (\d+) s\)", ended.stdout))
     assert sum(map(int, seconds.values())) <= 800
-    commands = [line.split("\t") for line in (tmp_path / "commands").read_text().splitlines()]
-    kinds = {"scripts/check_gpu.py": check_gpu.CheckSettings, "scripts/benchmark.py": benchmark.BenchmarkSettings}
-    for words in commands:
-        [at] = [at for at, word in enumerate(words) if word in kinds]
-        settings = kinds[words[at]]
-        schema.read(settings, compose(Path(words[at]).stem, settings, parse_options(words[at + 1:])[1]))
+    commands = (tmp_path / "commands").read_text().splitlines()
+    for command in commands:
+        assert composed(shlex.join(command.split("\t")))
     assert len(commands) == len(seconds) == 20
 
 

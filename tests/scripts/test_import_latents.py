@@ -58,17 +58,14 @@ def log_moments(count=COUNT, seed=0):
 # ---- the forms, as their writers' code has them ---------------------------------------------------------------------
 
 
-def write_listed(place: Path, arrays, zipped=False, prefix=""):
+def write_repa(tmp_path, zipped=False, values=None, prefix=""):
     """NVIDIA's dataset_tool.py encode: 00000/<name>.npy and dataset.json, in a folder or a stored zip."""
-    files = {f"00000/img-mean-std-{i:08d}.npy": npy(array) for i, array in enumerate(arrays)}
+    values = moments() if values is None else values
+    files = {f"00000/img-mean-std-{i:08d}.npy": npy(array) for i, array in enumerate(values)}
     pairs = [[file, int(label)] for file, label in zip(files, LABELS, strict=True)]
     files["dataset.json"] = json.dumps({"labels": pairs}).encode()
-    return (put_zip if zipped else put_files)(place, {prefix + file: content for file, content in files.items()})
-
-
-def write_repa(tmp_path, zipped=False, values=None, **how):
-    values = moments() if values is None else values
-    return write_listed(tmp_path / ("vae.zip" if zipped else "vae-sd"), values, zipped=zipped, **how), values
+    files = {prefix + file: content for file, content in files.items()}
+    return put_zip(tmp_path / "vae.zip", files) if zipped else put_files(tmp_path / "vae-sd", files), values
 
 
 def write_fastdit(tmp_path, batch=1):
