@@ -14,7 +14,7 @@ import torch
 from conftest import change_record
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from spoils import array, as_it_is, both, cut, gone, put, record, refused, without_hashes
+from spoils import array, as_it_is, both, cut, gone, record, refused, without_hashes
 
 from latents import folder as latent_folder
 from latents.folder import open_latents
@@ -229,7 +229,6 @@ INFINITE = numbered()
 INFINITE[41, 1, 2, 2] = np.inf
 BAD = [  # what is wrong with a folder, words
     (gone("metadata.json"), "holds no metadata.json, which marks a complete latent folder: rerun the command that"),
-    (put("metadata.json", "{"), "metadata.json is not JSON"),
     (record(count=104), "metadata.json: it says 104, but its shards have 103"),
     (record(class_names=["a"]), "says 7, but its class_names have 1"),
     (record(latents_mean=[0.0], latents_std=[1.0]), "1 numbers each, but the latents have 4 channels"),

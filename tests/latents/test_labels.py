@@ -156,8 +156,6 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
                           ["'labels' is given twice"]),
     "a name given twice": (EDM | dataset([*PAIRS, [PAIRS[0][0], 2]]), "", BY_DATASET, ["img00000000.png two classes"]),
     # CSV.
-    "Hugging Face's metadata.csv": (FLAT | {"metadata.csv": table("file_name,label\n", "{0},{1}")}, "",
-                                    {"labels": "metadata.csv"}, RIGHT),
     "metadata.csv beside class folders": (MRI | {"Training/metadata.csv": "a,b\n"}, "Training", {}, [
         "set one: labels=folders (glioma, none); labels=", "/metadata.csv; labels=none (one class); or"]),
     "Kaggle's train.csv": (inside("train", FLAT) | {"train.csv": table("id,label\n", "{0},{1}")}, "train",

@@ -211,11 +211,12 @@ def qwen():
                 txt_seq_lens=TEXT_MASK.sum(1).tolist())
 
 
-def sd3(folder, module, name, **options):
-    with code(folder, module) as found:
-        net = getattr(found, name)(
+def sd3():
+    with code("sd-scripts", "library.sd3_models") as found:
+        net = found.MMDiT(
             input_size=8, patch_size=2, in_channels=4, depth=4, adm_in_channels=16, pos_embed_max_size=8,
-            num_patches=64, qk_norm="rms", x_block_self_attn_layers=[0, 1], **options)
+            num_patches=64, qk_norm="rms", x_block_self_attn_layers=[0, 1], context_embedder_in_features=16,
+            context_embedder_out_features=256, model_type="sd3m")
     nn.init.normal_(net.pos_embed)
     return case(net, x=IMAGE, t=TIME, y=POOLED, context=WORDS)
 
@@ -305,8 +306,7 @@ CASES = {
     "musubi-tuner Z-Image": partial(z_image, False),
     "musubi-tuner Z-Image, split": partial(z_image, True),
     "musubi-tuner Krea 2": krea2,
-    "sd-scripts SD3": partial(sd3, "sd-scripts", "library.sd3_models", "MMDiT", context_embedder_in_features=16,
-                              context_embedder_out_features=256, model_type="sd3m"),
+    "sd-scripts SD3": sd3,
     "Lumina-Image-2.0": partial(lumina, "Lumina-Image-2.0", "models.model"),
     "sd-scripts Lumina 2": partial(lumina, "sd-scripts", "library.lumina_models"),
     "Wan2.1": partial(wan, "Wan2.1"),

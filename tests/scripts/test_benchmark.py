@@ -35,9 +35,7 @@ def small_products_and_settings_restored(monkeypatch, fresh_accelerator):
 def run(tmp_path, *settings):
     """Runs the command; returns what its JSON holds."""
     run_command(benchmark.main, "benchmark.py", *TINY, f"out={tmp_path}/made/it", *settings)
-    record = json.loads((tmp_path / "made/it.json").read_text())
-    assert record["torch"] == torch.__version__ and record["device"] and record["settings"]["tokens"] == 16
-    return record
+    return json.loads((tmp_path / "made/it.json").read_text())
 
 
 def test_training_steps_are_timed_in_turn_with_matrix_products(tmp_path, monkeypatch):
@@ -63,8 +61,6 @@ def test_a_step_of_the_official_code_is_timed_after_each_of_ours_and_its_modules
     assert [row["variant"] for row in rows] == ["dit", "official dit", "tread", "official tread"]
     assert ["over official" in row for row in rows] == [True, False, True, False]
     assert {name: sys.modules[name] for name in ours} == ours and "utils" not in sys.modules
-    with pytest.raises(SystemExit, match="lacks dit, "):
-        run(tmp_path, f"official={tmp_path}")
 
 
 def test_sampling_counts_the_cost_of_an_image(tmp_path):
