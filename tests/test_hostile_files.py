@@ -6,7 +6,6 @@ import os
 import shutil
 import tarfile
 import zipfile
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -358,7 +357,7 @@ def read_tar(path: Path) -> None:
 
 
 LATENT = np.linspace(-2, 2, 4 * 8 * 8, dtype=np.float16).reshape(4, 8, 8)
-READERS: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]] = {  # what writes a file, what reads it
+READERS = {  # what writes a file, what reads it
     "x.zip": (lambda file: put_zip(file, {"a/0.png": png(0), "b/1.png": png(0)}), read_all_pixels),
     "x.tar": (lambda file: put_tar(file, {"a.latent.npy": npy(LATENT), "a.cls": b"0"}), read_tar),
     "images.tar": (lambda file: put_tar(file, {"a/0.png": png(0), "b/1.png": png(1)}), read_all_pixels),

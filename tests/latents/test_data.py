@@ -51,16 +51,11 @@ def write_folder(folder, latents, labels, mirrored=None, shard=40, hashed=False,
     return folder
 
 
-def write_rows(folder, name, rows):
-    """Writes an array beside the latents of `write_folder`."""
-    for s, start in enumerate(range(0, len(rows), 40)):
-        np.save(folder / f"{name}-{s:05d}.npy", rows[start : start + 40])
-
-
 def with_teacher(folder, rows=ONES, copies=None):
-    for name, part in (("teacher", rows), ("teacher_mirrored", copies)):
-        if part is not None:
-            write_rows(folder, name, part)
+    """Adds a teacher's rows to a folder of `write_folder`."""
+    for name, part in {"teacher": rows, "teacher_mirrored": rows[:0] if copies is None else copies}.items():
+        for s, start in enumerate(range(0, len(part), 40)):
+            np.save(folder / f"{name}-{s:05d}.npy", part[start : start + 40])
     change_record(folder, arrays={"teacher": {"shape": [*rows.shape[1:]], "dtype": "float16"}})
     return folder
 

@@ -118,10 +118,6 @@ class Task:
         got, wanted = self.content(), self.wanted
         return sorted(name for name in {*wanted, *got} if wanted.get(name) != got.get(name))
 
-    def clear(self) -> None:
-        """Removes what the command has left."""
-        shutil.rmtree(self.out, ignore_errors=True)
-
 
 def plain(value: object) -> object:
     """Drops the keys of a record that depend on the clock."""
@@ -165,7 +161,7 @@ def task(place, request) -> Task:
     task = Task(command, [*typed, last.replace("=", f"={out.name}")], out, **options)
     world.entry_of(command)  # imported once, for all lives
     for _ in range(2):
-        task.clear()
+        shutil.rmtree(task.out, ignore_errors=True)
         began = time.monotonic()
         ended = task.finish(task.start())
         assert ended.code == 0, ended.printed
@@ -185,7 +181,7 @@ def task(place, request) -> Task:
 def test_a_command_that_is_killed_again_and_again_leaves_the_files_of_an_undisturbed_one(task, number):
     rng = random.Random(f"{SEED} {task.out.name} {number}")
     kills = kills_of_run = 0
-    task.clear()
+    shutil.rmtree(task.out, ignore_errors=True)
     while kills < KILLS or kills_of_run:
         before, spared = task.reached(task.out), kills >= KILLS or kills_of_run >= 60
         if spared or task.ranks > 1 or rng.random() < 0.5:
@@ -209,7 +205,7 @@ def test_a_command_that_is_killed_again_and_again_leaves_the_files_of_an_undistu
         differs = task.differs_in()
         assert ended.code == 0 and not differs, f"{tried}, after {kills_of_run} others: {differs} {ended.printed}"
         kills_of_run = 0
-        task.clear()
+        shutil.rmtree(task.out, ignore_errors=True)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["ENOSPC", "EIO"])
@@ -225,7 +221,7 @@ def test_each_failed_write_ends_in_a_one_line_error_and_the_next_run_leaves_equa
 
     for at in range(1, task.changes + 1, max(1, task.changes // WRITES)):
         tried = f"{errno.errorcode[number]} at change {at} of {task.changes}"
-        task.clear()
+        shutil.rmtree(task.out, ignore_errors=True)
         ended = task.finish(task.start(partial(meet, at)))
         lines = [line for line in ended.printed.splitlines() if line.startswith(f"{task.command}.py: ")]
         failed = ended.code > 0 and len(lines) == 1 and not ended.has_traceback

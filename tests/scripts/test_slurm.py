@@ -61,13 +61,6 @@ def slurm(tmp_path):
     return start
 
 
-def given_to(job, tmp_path, *ranks):
-    """What each rank wrote down once it had started."""
-    files = [tmp_path / f"rank{rank}" for rank in ranks]
-    wait_until(lambda: all(file.is_file() and file.stat().st_size for file in files), job)
-    return [json.loads(file.read_text()) for file in files]
-
-
 @pytest.mark.parametrize(("words", "number", "code", "printed"), [
     (["wait"], signal.SIGUSR1, 0, "goes back into the queue"),
     (["wait"], signal.SIGTERM, 0, "goes back into the queue"),
@@ -79,7 +72,7 @@ def test_a_job_that_is_stopped_and_saves_goes_back_into_the_queue_and_no_other(
         slurm, tmp_path, words, number, code, printed):
     job = slurm(2 if number else 1, tmp_path / "program.py", *words, REFUSES=str(int("refused" in words)))
     if number:
-        given_to(job, tmp_path, 0, 1)
+        wait_until(lambda: len([*tmp_path.glob("rank*")]) == 2, job)
         job.send_signal(number)  # which Slurm gives to the batch script alone
         job.send_signal(number)
     output = job.communicate(timeout=PATIENCE)[0]
@@ -96,7 +89,7 @@ def test_ranks_know_their_place_one_task_is_no_world_and_that_of_an_array_gets_i
         slurm, tmp_path, ranks, more, given):
     job = slurm(len(ranks), tmp_path / "program.py", "done", **more)
     assert job.wait(PATIENCE) == 0, job.stdout.read()
-    told = given_to(job, tmp_path, *ranks)
+    told = [json.loads((tmp_path / f"rank{rank}").read_text()) for rank in ranks]
     assert [(rank["LOCAL_RANK"], rank["LOCAL_WORLD_SIZE"], rank["WORLD_SIZE"]) for rank in told] == (
         [("0", "2", "4"), ("1", "2", "4")] * 2 if len(ranks) > 1 else [(None, None, None)])
     assert all(rank["given"] == given and rank["SRUN_CPUS_PER_TASK"] == more.get("SLURM_CPUS_PER_TASK")
