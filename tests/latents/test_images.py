@@ -61,42 +61,39 @@ def test_a_folder_and_its_archives_are_sorted_by_class_and_name(tmp_path):
     ("x.parquet", lambda path: path.write_bytes(shard(0)), lambda path: path.write_bytes(shard(3))),
     ("another class", lambda path: put(path, PETS), lambda path: (path / "dog/0.png").rename(path / "cat/0.png")),
 ])
-def test_an_image_that_is_replaced_changes_the_fingerprint_and_a_copy_of_a_zip_does_not(name, make, change, tmp_path):
+def test_an_image_that_is_replaced_changes_the_fingerprint(name, make, change, tmp_path):
     path = tmp_path / name
     make(path)
     before = open_source(path).fingerprint()
     assert open_source(path).fingerprint() == before
-    if name == "x.zip":
-        os.utime(path, (0, 0))
-        assert open_source(path).fingerprint() == before
     change(path)
     assert open_source(path).fingerprint() != before
 
 
 @pytest.mark.parametrize(("name", "content", "words"), [
-    *((f"x.{kind}", b"x" * 600, "is not one folder or .zip, nor uncompressed .tar or")
+    *((f"x.{kind}", {"x.png": b""}, "is not one folder or .zip, nor uncompressed .tar or")
       for kind in ("tar.gz", "jpg", "npz")),
-    ("x.tar", b"\x1f\x8b", "is not a complete, uncompressed tar"), ("x.zip", b"PK", "is not a complete zip file"),
-    ("x.parquet", b"PAR1", "is not a complete parquet file"), ("nowhere", None, "does not exist (looked from "),
-    ("x.zip", {"arr_0.npy": b""}, "holds no images among 1 files, such as arr_0.npy"),
+    ("nowhere", None, "does not exist (looked from "),
+    ("x.tar", {"arr_0.npy": b""}, "holds no images among 1 files, such as arr_0.npy"),
     ("train.tar", {"n01.tar": b"", "n02.tar": b""}, "n01.tar, n02.tar: unpack archives first, as in tar xf <tar> -C"),
 ])
 def test_a_source_that_holds_no_images_is_refused(tmp_path, name, content, words):
-    if isinstance(content, dict):
-        (put_tar if name.endswith("tar") else put_zip)(tmp_path / name, content)
-    elif content:
-        (tmp_path / name).write_bytes(content)
+    if content:
+        put_tar(tmp_path / name, content)
     refused(lambda: open_source(tmp_path / name), name, words)
 
 
-def test_tars_that_are_cut_short_and_links_in_tars_are_refused(tmp_path):
+def test_tars_that_are_cut_short_or_joined_and_links_in_tars_are_refused(tmp_path):
+    """libarchive/libarchive#457: of tars joined by cat, readers see the first."""
     data = put_tar(tmp_path / "good.tar", PETS).read_bytes()
+    (tmp_path / "two.tar").write_bytes(data + data)
     with tarfile.open(tmp_path / "good.tar", "a") as archive:
         (tmp_path / "endless.tar").write_bytes(data[: archive.getmembers()[2].offset])
         link = tarfile.TarInfo("cat/link.png")
         link.type, link.linkname = tarfile.LNKTYPE, "cat/1.png"
         archive.addfile(link)
     refused(lambda: open_source(tmp_path / "endless.tar"), "endless.tar is not a complete, uncompressed tar")
+    refused(lambda: open_source(tmp_path / "two.tar"), "is several tars, one after another: unpack it by tar --ignore-")
     refused(lambda: open_source(tmp_path / "good.tar"), "cat/link.png, a link, device", "tar --dereference --hard")
 
 

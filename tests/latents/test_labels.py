@@ -66,10 +66,9 @@ def put_tar(path: Path, files: dict[str, bytes | str], mode: str = "w") -> Path:
     return path
 
 
-def parquet(**columns) -> bytes:
-    """A parquet file; with a list of numbers as `image`, those images."""
+def parquet(metadata: dict[str, str] | None = None, **columns) -> bytes:
     buffer = io.BytesIO()
-    pq.write_table(pa.table(columns), buffer)
+    pq.write_table(pa.table(columns).replace_schema_metadata(metadata), buffer)
     return buffer.getvalue()
 
 
@@ -120,15 +119,11 @@ IMG2DATASET = {f"0000{i // 3}/{i}.{suffix}": content for i in range(6) for suffi
 
 
 PATHS = pa.array([{"bytes": None, "path": "/a/0.png"}], pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
-CLASSES = json.dumps({"info": {"features": {"label": {"names": ["n01", "n02"], "_type": "ClassLabel"}}}})
-OF_A_PART = io.BytesIO()
-pq.write_table(pa.table({"image": [png(0)], "label": [10985]}).replace_schema_metadata({"huggingface": CLASSES}),
-               OF_A_PART)
+CLASSES = {"huggingface": json.dumps({"info": {"features": {"label": {"names": PETS, "_type": "ClassLabel"}}}})}
 
 # The files, the source, labels= and columns; then the class of each image, or the words of the line that refuses.
 SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     # Folders. Splits: no word means one.
-    "class folders": (numbered("dog/0.png", "cat/1.png", "dog/2.png"), "", {}, "dog cat dog"),
     "pytorch/vision#714, modestyachts/ImageNetV2#10: numbers in torchvision's order": (
         numbered("10/x.png", "9/x.png", "1/x.png"), "", {}, "10 9 1"),
     "replicate/lora-training#9, FlyMyAI/flymyai-lora-trainer#72": (
@@ -144,20 +139,16 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     "a class that was not downloaded, which torchvision refuses": (
         numbered("cat/0.png", "owl/1.png") | {"dog/x.txt": "", ".cache/x": ""}, "", {},
         ["labels=folders finds no image in 1 folders of ", "such as dog, which may be classes: fill them"]),
-    "images beside class folders": (numbered("cat/0.png", "1.png", "dog/2.png"), "", {"labels": "folders"},
-                                    ["no class for 1 of the 3 images, such as 1.png", "labels=none"]),
     "a flat folder": (FLAT, "", {}, ["set one: labels=none (one class); or labels=<file>.csv, as docs/data.md shows."]),
     "one image as .png and .jpg": (numbered("cat/0.png", "dog/1.png") | {"cat/0.jpg": png(0)}, "", {},
                                    ["cat/0.jpg and cat/0.png, which would count as two images"]),
     "a wrong word": (MRI, "", {"labels": "folder"}, ["folder is not a file, looked for from /", ", nor one of fo"]),
     # EDM's tools.
     "dataset.json is one way of two": (EDM | dataset(PAIRS), "", {}, [
-        "labels=folders (00000, 00001); ", "/dataset.json; labels=none"]),
+        "labels=folders (00000, 00001); \"labels='./dataset.json'\"; labels=none (one class); or"]),
     "dataset.json": (EDM | dataset(PAIRS), "", BY_DATASET, "0 1 2 0 1 2"),
     "dataset.json in a zip": ({"edm.zip": EDM | dataset(PAIRS)}, "edm.zip", {"labels": "edm.zip/dataset.json"},
                               "0 1 2 0 1 2"),
-    "NVlabs/stylegan3#90: dataset.json without labels": (EDM | dataset(None), "", BY_DATASET, [
-        "dataset.json names no images, but nothing", "labels=none makes one class"]),
     "one-hot labels": (EDM | dataset([[name, [0.0, 1.0]] for name in EDM]), "", BY_DATASET,
                        ["label [0.0, 1.0], which is neither"]),
     "NaN in JSON": (EDM | dataset([[PAIRS[0][0], float("nan")], *PAIRS[1:]]), "", BY_DATASET, ["no class for 1 of"]),
@@ -165,14 +156,8 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
                           ["'labels' is given twice"]),
     "a name given twice": (EDM | dataset([*PAIRS, [PAIRS[0][0], 2]]), "", BY_DATASET, ["img00000000.png two classes"]),
     # CSV.
-    "Hugging Face's metadata.csv": (FLAT | {"metadata.csv": table("file_name,label\n", "{0},{1}")}, "",
-                                    {"labels": "metadata.csv"}, RIGHT),
     "metadata.csv beside class folders": (MRI | {"Training/metadata.csv": "a,b\n"}, "Training", {}, [
         "set one: labels=folders (glioma, none); labels=", "/metadata.csv; labels=none (one class); or"]),
-    "metadata.jsonl beside class folders": (MRI | {"Training/metadata.jsonl": "{}"}, "Training", {}, [
-        "labels=none (one class); or labels=<file>.csv, as docs/data.md shows, also from metadata.jsonl."]),
-    "labels of another suffix": (FLAT | {"x.mat": b"MATLAB 5.0"}, "", {"labels": "x.mat"},
-                                 ["its suffix is neither .csv nor .json: write a .csv, as docs/data.md shows"]),
     "Kaggle's train.csv": (inside("train", FLAT) | {"train.csv": table("id,label\n", "{0},{1}")}, "train",
                            {"labels": "train.csv", "name": "id"}, RIGHT),
     "a CSV of names from its own folder": (
@@ -182,7 +167,6 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     "one name in two forms": (FLAT | {"x.csv": f"{HEAD}0.png,a\n./0.png,b\n"}, "", BY_CSV, ["gives ./0.png two cl"]),
     "anno_train.csv without header": (FLAT | {"anno_train.csv": CARS}, "", {"labels": "anno_train.csv"},
                                       ["0000.png, 0, 2, 300, 400, 0, not file_name and label: set name_column="]),
-    "a short row": (FLAT | {"x.csv": table(HEAD, "{0}")}, "", BY_CSV, ["Expected 2 columns, got 1: 0000.png"]),
     "numbers as labels": (FLAT | {"x.csv": table(HEAD, "{0},{i}")}, "", BY_CSV, "0 1 2 3 4 5"),
     "pandas' floats": (FLAT | {"x.csv": table(HEAD, "{0},{i}.0")}, "", BY_CSV, ["the label 0.0: number classes 0, 1"]),
     "a space after the comma": (FLAT | {"x.csv": table(HEAD, "{0}, {i}")}, "", BY_CSV, ["' 0', which is neither"]),
@@ -194,14 +178,13 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     "a word for no class, of an image elsewhere": (
         FLAT | {"x.csv": table(HEAD, "{0},{1}", [*ROWS, ("9.png", "nan")])}, "", BY_CSV, RIGHT),
     # webdataset and img2dataset.
-    ".cls files in a tar that ends with an .npz, as zips do": (
-        {"0.tar": SAMPLES | {"5.npz": b"PK\5\6" + bytes(18)}}, "0.tar", {}, "0 1 2 0 1 2"),
+    ".cls files in a tar": ({"0.tar": SAMPLES}, "0.tar", {}, "0 1 2 0 1 2"),
     "two tars whose keys begin again": ({"x/0.tar": SAMPLES, "x/1.tar": {"0.png": png(6), "0.cls": "7"}}, "x", {},
                                         "0 1 2 0 1 2 7"),
     "a CSV of several tars, whose names are theirs": (
         {"x/0.tar": {"0.png": png(0)}, "x/1.tar": {"0.png": png(1)}, "x.csv": f"{HEAD}1.tar/0.png,a\n0.tar/0.png,b\n"},
         "x", BY_CSV, "b a"),
-    "the first one, in class folders": (numbered("cat/0.png", "dog/1.png") | {"dog/1.cls": "7"}, "", {}, [
+    "class folders with .cls files": (numbered("cat/0.png", "dog/1.png") | {"dog/1.cls": "7"}, "", {}, [
         "labels=folders (cat, dog); labels=cls; labels=none"]),
     "img2dataset's output_format=files": (IMG2DATASET, "", {}, [
         "set one: labels=folders (00000, 00001); labels=none (one class); or labels=<file>.csv, as docs/data.md shows, "
@@ -219,13 +202,9 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     # Splits in names of containers.
     "timm's imagenet-1k-wds": (
         {"x/in1k-train-0000.tar": SAMPLES, "x/in1k-train-0001.tar": SAMPLES, "x/in1k-validation-00.tar": SAMPLES}, "x",
-        {}, ["holds 2 sets of tar files: choose one of \"source='", "/x/in*k-train-*.tar'\", \"source='",
-             "/x/in*k-validation-*.tar'\"."]),
+        {}, ["2 sets of tar files: choose one of \"source='x/in*k-train-*.tar'\", \"source='x/in*k-validation-*.tar'"]),
     "one of them": ({"x/train-0.tar": SAMPLES, "x/val-0.tar": {"7.png": png(7), "7.cls": "7"}}, "x/val-*.tar", {}, "7"),
     "numbers alone": ({"x/00001.tar": TWO, "x/00002.tar": {"cat/2.png": png(2)}}, "x", {}, "cat dog cat"),
-    "libarchive/libarchive#457: tars joined by cat": (
-        {"a.tar": {"a/0.png": png(0)}, "b.tar": {"b/1.png": png(1)}, "0.tar": ("a.tar", "b.tar")}, "0.tar", {},
-        ["is several tars, one after another: unpack it by tar --ignore-zeros -xf"]),
     # Names of other systems.
     "a name twice in a zip": ({"dos.zip": numbered("cat\\0.png", "cat/0.png", "dog/1.png")}, "dos.zip", {}, [
         "dos.zip has two files called cat/0.png: unpack it"]),
@@ -235,7 +214,7 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     # Parquet.
     "partial-train and partial-test": (
         {"x/partial-train/0000.parquet": shard(0), "x/partial-test/0000.parquet": shard(1)}, "x", {},
-        ["holds 2 sets of parquet files: choose one of \"source='", "/partial-test/*.parquet'\", \"source='"]),
+        ["holds 2 sets of parquet files: choose one of \"source='x/partial-test/*.parquet'\", \"source='x/partial-"]),
     "the hub's older names": (
         {f"x/train-0000{i}-of-00002-{i}b1c2d3e4f5a6b7c.parquet": shard(i) for i in range(2)}, "x", {}, "0 1"),
     "missing shards": ({"data/train-00000-of-00294.parquet": shard(0)}, "data", {}, ["holds 1 of 294 parquet files"]),
@@ -250,25 +229,21 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
                               {}, "cat") for kind in (pa.large_binary(), pa.dictionary(pa.int32(), pa.binary()))},
     "a test split of the hub": ({"x.parquet": parquet(image=[png(0)], label=[-1])}, "x.parquet", {},
                                 ["no class for 1 of the 1 images, such as x.parquet row 0 (-1)", "labels=none"]),
-    "labels= of parquet": ({"x.parquet": shard(0)}, "x.parquet", {"labels": "folders"}, ["set label_column="]),
     "activeloopai/deeplake#1699: Tiny-ImageNet's label 10985 of 200": (
-        {"x.parquet": OF_A_PART.getvalue()}, "x.parquet", {}, ["label 10985 (row 0), outside 0..1"]),
+        {"x.parquet": parquet(CLASSES, image=[png(0)], label=[10985])}, "x.parquet", {}, ["label 10985 (row 0), outs"]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("files", "source", "settings", "expected"), SITUATIONS.values(), ids=SITUATIONS)
-def test_the_classes_are_right_or_a_line_says_what_to_type(tmp_path, files, source, settings, expected):
+def test_the_classes_are_right_or_a_line_says_what_to_type(tmp_path, monkeypatch, files, source, settings, expected):
+    monkeypatch.chdir(tmp_path)
     for name, content in files.items():
         if isinstance(content, dict):
-            (put_zip if name.endswith(".zip") else put_tar)(tmp_path / name, content)
-        elif isinstance(content, tuple):    # files that were joined
-            put(tmp_path, {name: b"".join((tmp_path / part).read_bytes() for part in content)})
+            (put_zip if name.endswith(".zip") else put_tar)(Path(name), content)
         else:
             put(tmp_path, {name: content})
-    labels = settings.get("labels")
-    labels = str(tmp_path / labels) if labels and ("." in labels or labels == "folder") else labels
     columns = Columns(**{key: value for key, value in settings.items() if key != "labels"})
-    read = partial(open_source, str(tmp_path / source), labels, columns)
+    read = partial(open_source, source or ".", settings.get("labels"), columns)
     if isinstance(expected, str):
         assert classes(read()) == expected
     else:

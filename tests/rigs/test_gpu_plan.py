@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,8 +43,5 @@ def test_every_part_of_the_plan_for_a_gpu_runs_in_a_rehearsal(tmp_path):
                           "OFFICIAL": str(write_official(tmp_path / "official"))})
     assert ended.returncode == 0 and "All parts are in" in ended.stdout, ended.stdout[-3000:]
     records = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "out").glob("*.json")}
-    assert {*records} == {
-        "check", "check_ddp", *(f"{graphs}s2_{name}" for graphs in ("", "graphs_") for name in (
-            "32", "32_ddp", "256", "256_ddp")), "xl2", "xl2_flash", "xl2_fp8", "xl2_muon", "official_xl2_dit",
-        "official_xl2_tread", "official_s2_tread", "sample_xl2_true", "sample_xl2_false"}
+    assert {*records} == {*re.findall(r"== (\w+) \(at most", ended.stdout)} and len(records) == 19
     assert [records[name]["DDP"] for name in ("s2_32", "s2_32_ddp")] == [False, True]

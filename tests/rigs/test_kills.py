@@ -115,10 +115,6 @@ class Task:
         got, wanted = self.content(), self.wanted
         return sorted(name for name in {*wanted, *got} if wanted.get(name) != got.get(name))
 
-    def clear(self) -> None:
-        """Removes what the command has left."""
-        shutil.rmtree(self.out, ignore_errors=True)
-
 
 def plain(value: object) -> object:
     """Drops the keys of a record that depend on the clock."""
@@ -162,7 +158,7 @@ def task(place, request) -> Task:
     task = Task(command, [*typed, last.replace("=", f"={out.name}")], out, **options)
     world.entry_of(command)  # imported once, for all lives
     for _ in range(2):
-        task.clear()
+        shutil.rmtree(task.out, ignore_errors=True)
         began = time.monotonic()
         ended = task.finish(task.start())
         assert ended.code == 0, ended.printed
@@ -170,7 +166,6 @@ def task(place, request) -> Task:
         assert not task.differs_in()
     task.seconds = time.monotonic() - began
     task.changes = int((re.search(r"(\d+) changes\n$", ended.printed) or [0, 0])[1])
-    print(f"{request.param}: {task.seconds:.1f} s and {task.changes} changes to files a life")
     return task
 
 
@@ -182,8 +177,8 @@ def task(place, request) -> Task:
 ], indirect=["task"])  # fmt: skip
 def test_a_command_that_is_killed_again_and_again_leaves_the_files_of_an_undisturbed_one(task, number):
     rng = random.Random(f"{SEED} {task.out.name} {number}")
-    kills = runs = kills_of_run = 0
-    task.clear()
+    kills = kills_of_run = 0
+    shutil.rmtree(task.out, ignore_errors=True)
     while kills < KILLS or kills_of_run:
         before, spared = task.reached(task.out), kills >= KILLS or kills_of_run >= 60
         if spared or task.ranks > 1 or rng.random() < 0.5:
@@ -206,9 +201,8 @@ def test_a_command_that_is_killed_again_and_again_leaves_the_files_of_an_undistu
             continue
         differs = task.differs_in()
         assert ended.code == 0 and not differs, f"{tried}, after {kills_of_run} others: {differs} {ended.printed}"
-        runs, kills_of_run = runs + 1, 0
-        task.clear()
-    print(f"{task.out.name}: {kills} times {signal.Signals(number).name}, {runs} runs finished, all equal")
+        kills_of_run = 0
+        shutil.rmtree(task.out, ignore_errors=True)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["ENOSPC", "EIO"])
@@ -222,10 +216,9 @@ def test_each_failed_write_ends_in_a_one_line_error_and_the_next_run_leaves_equa
         if change == at or (number == errno.ENOSPC and change > at and needs_room):
             raise OSError(number, os.strerror(number))
 
-    sentences = 0
     for at in range(1, task.changes + 1, max(1, task.changes // WRITES)):
         tried = f"{errno.errorcode[number]} at change {at} of {task.changes}"
-        task.clear()
+        shutil.rmtree(task.out, ignore_errors=True)
         ended = task.finish(task.start(partial(meet, at)))
         lines = [line for line in ended.printed.splitlines() if line.startswith(f"{task.command}.py: ")]
         failed = ended.code > 0 and len(lines) == 1 and not ended.has_traceback
@@ -233,8 +226,6 @@ def test_each_failed_write_ends_in_a_one_line_error_and_the_next_run_leaves_equa
         assert failed or (ended.code == 0 and not differs), f"{tried}: {ended.code}, {differs} {ended.printed}"
         again = task.finish(task.start())
         assert again.code == 0 and not task.differs_in(), f"{tried}, again: {task.differs_in()} {again.printed}"
-        sentences += failed
-    print(f"{task.out.name}: {sentences} sentences, the next life equal")
 
 
 # ---- compiling ------------------------------------------------------------------------------------------------------
@@ -283,4 +274,3 @@ def test_a_process_that_is_killed_while_torch_compiles_starts_again(tmp_path):
             assert life.returncode == 0 and not unfinished(), f"after {kills} kills: {printed}"
             assert bool(half) >= ("unfinished files" in printed), printed
             shutil.rmtree(cache)
-    print(f"compiling: {kills} kills, {half} of them left an unfinished library")

@@ -3,20 +3,21 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import forked
 import pytest
 import torch
 from conftest import ROOT, run_command
+from test_docs import composed
 from test_gpu_plan import write_official
 
 from dit import multiply_adds
 from runtime import schema
-from runtime.command import compose, parse_options
-from scripts import benchmark, check_gpu
+from runtime.command import compose
+from scripts import benchmark
 
 TINY = ["hidden_size=32", "depth=3", "num_heads=2", "tokens=16", "batch_size=4", "rounds=2", "steps=1", "warmup=1",
         "cpu=true", "num_steps=2", "routes=[{start_layer_idx: 1, end_layer_idx: 1, selection_ratio: 0.5}]"]
@@ -34,22 +35,17 @@ def small_products_and_settings_restored(monkeypatch, fresh_accelerator):
 def run(tmp_path, *settings):
     """Runs the command; returns what its JSON holds."""
     run_command(benchmark.main, "benchmark.py", *TINY, f"out={tmp_path}/made/it", *settings)
-    record = json.loads((tmp_path / "made/it.json").read_text())
-    assert record["torch"] == torch.__version__ and record["device"] and record["settings"]["tokens"] == 16
-    return record
+    return json.loads((tmp_path / "made/it.json").read_text())
 
 
-def test_training_steps_are_timed_in_turn_with_matrix_products(tmp_path, capsys, monkeypatch):
+def test_training_steps_are_timed_in_turn_with_matrix_products(tmp_path, monkeypatch):
     record = run(tmp_path, "optimizer=muon")
     for row in record["rows"]:
-        assert row.keys() >= {"first s", "peak GiB"} and len(row["rounds s"]) == 2
         assert row["images/s"] == pytest.approx(4 / row["s"])
         rate = row["GFLOP/image"] * 1e9 * row["images/s"]
         assert row["MFU"] * max(record["matmul FLOP/s"].values()) == pytest.approx(rate)
     dense, routed = record["rows"]
     assert dense["over dense"] == 1 and routed["FLOP ratio"] > 1
-    printed = capsys.readouterr().out
-    assert "| tread | 4 |" in printed and "MFU is the share of the best" in printed
     # In each round dit and tread; both are also timed for their first step, and matrix products are not.
     seconds = iter([1.0, 1.0, 2.0, 1.0, 8.0, 2.0])
     monkeypatch.setattr(benchmark, "seconds_of", lambda device, work, count=1: (work(count), next(seconds))[1])
@@ -65,8 +61,6 @@ def test_a_step_of_the_official_code_is_timed_after_each_of_ours_and_its_modules
     assert [row["variant"] for row in rows] == ["dit", "official dit", "tread", "official tread"]
     assert ["over official" in row for row in rows] == [True, False, True, False]
     assert {name: sys.modules[name] for name in ours} == ours and "utils" not in sys.modules
-    with pytest.raises(SystemExit, match="lacks dit, "):
-        run(tmp_path, f"official={tmp_path}")
 
 
 def test_sampling_counts_the_cost_of_an_image(tmp_path):
@@ -74,7 +68,6 @@ def test_sampling_counts_the_cost_of_an_image(tmp_path):
     cost = 2e-9 * sum(multiply_adds(benchmark.make_network(cfg, "dit", "meta")))
     [row] = run(tmp_path, "mode=sample", "scale=2")["rows"]
     assert row["GFLOP/image"] == pytest.approx(6 * cost)    # Heun's two steps have three passes, each of two images
-    assert row.keys() >= {"images/s", "s", "MFU", "peak GiB", "first s"}
 
 
 def test_each_part_of_the_plan_for_a_gpu_is_a_command_that_can_be_read_and_all_fit_a_quarter_of_an_hour(tmp_path):
@@ -90,12 +83,9 @@ IFS="\t"; echo "$*" >> "$OUT/commands"
                           "OFFICIAL": str(write_official(tmp_path / "official"))})
     seconds = dict(re.findall(r"== (\w+) \(at most (\d+) s\)", ended.stdout))
     assert sum(map(int, seconds.values())) <= 800
-    commands = [line.split("\t") for line in (tmp_path / "commands").read_text().splitlines()]
-    kinds = {"scripts/check_gpu.py": check_gpu.CheckSettings, "scripts/benchmark.py": benchmark.BenchmarkSettings}
-    for words in commands:
-        [at] = [at for at, word in enumerate(words) if word in kinds]
-        settings = kinds[words[at]]
-        schema.read(settings, compose(Path(words[at]).stem, settings, parse_options(words[at + 1:])[1]))
+    commands = (tmp_path / "commands").read_text().splitlines()
+    for command in commands:
+        assert composed(shlex.join(command.split("\t")))
     assert len(commands) == len(seconds) == 20
 
 

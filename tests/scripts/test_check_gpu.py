@@ -16,22 +16,17 @@ def machine(fresh_accelerator):
     torch.set_float32_matmul_precision("highest")
 
 
-def test_a_rehearsal_on_a_cpu_passes_and_its_json_has_its_lines(machine, graphs, tmp_path, capsys):
+def test_a_rehearsal_on_a_cpu_passes_and_writes_its_checks(machine, graphs, tmp_path, capsys):
     run_command(check_gpu.main, "check_gpu.py", "rehearsal=true", f"out={tmp_path}/gpu.json")
-    rows, printed = json.loads((tmp_path / "gpu.json").read_text())["checks"], capsys.readouterr().out
-    assert all(f"{row['result']}  {row['check']}: {row['message']}" in printed for row in rows)
+    rows = json.loads((tmp_path / "gpu.json").read_text())["checks"]
     assert {row["check"] for row in rows if row["result"] != "SKIP"} == {
         "machine", "step, fp32", "step, fp32, compiled", "step, bf16", "stop and resume"}, rows
-    assert "0 of 19 checks failed" in printed
+    assert "0 of 19 checks failed" in capsys.readouterr().out
 
 
-def test_two_ranks_step_like_one_as_replicas_and_sharded(tmp_path):
-    program = ("from scripts import check_gpu as c; "
-               "c.CHECKS = {name: c.CHECKS[name] for name in ('step, fp32', 'FSDP')}; c.main()")
-    ended = forked.run("-c", program, "rehearsal=true", f"out={tmp_path}/gpu.json", ranks=2)
-    assert ended.returncode == 0, ended.stderr
-    checks = json.loads((tmp_path / "gpu.json").read_text())["checks"]
-    assert [row["result"] for row in checks] == 2 * ["PASS"], ended.stdout
+def test_two_ranks_step_like_one_with_shards():
+    ended = forked.run("scripts/check_gpu.py", "rehearsal=true", "only=FSDP", ranks=2)
+    assert ended.returncode == 0 and "PASS  FSDP: " in ended.stdout, ended.stderr
 
 
 def test_a_check_that_raises_fails_with_its_first_line_and_the_others_still_run(machine, monkeypatch, capsys):
@@ -47,18 +42,11 @@ def test_a_check_that_raises_fails_with_its_first_line_and_the_others_still_run(
     assert end == "1 of 2 checks failed: broken"
 
 
-def test_what_the_pages_download_is_named_until_it_is_here(machine, monkeypatch, tmp_path):
+def test_what_the_pages_download_is_named_where_it_is_not_here(machine, monkeypatch):
     monkeypatch.setattr(check_gpu.importlib.util, "find_spec", lambda name: None)
     result, message = check_gpu.outcome(check_gpu.check_downloads, machine)
     assert result == "SKIP" and "stabilityai/sd-vae-ft-ema (autoencoder=sd_vae_ema)" in message
     assert "weights-inception-2015-12-05-6726825d.pth (" in message and "TensorFlow (features=adm)" in message
-    monkeypatch.setattr(check_gpu.torch.hub, "get_dir", lambda: str(tmp_path))
-    monkeypatch.setattr(check_gpu, "try_to_load_from_cache", lambda *_: "cached")
-    monkeypatch.setattr(check_gpu.importlib.util, "find_spec", lambda name: name)
-    (tmp_path / "checkpoints").mkdir()
-    for url in (check_gpu.INCEPTION_URL, check_gpu.ADM_GRAPH_URL):
-        (tmp_path / "checkpoints" / url.rpartition("/")[2]).touch()
-    assert check_gpu.outcome(check_gpu.check_downloads, machine)[0] == "PASS"
 
 
 @pytest.mark.parametrize(("factor", "says"), [

@@ -10,23 +10,17 @@ import pytest
 from conftest import PATIENCE, ROOT
 from training_runs import wait_until
 
-# Starts the tasks, hands TERM on to each, and ends all where one leaves with another code than 0, as it is asked to;
-# returns the largest exit code.
+# Starts the tasks, hands TERM on to each, and returns the largest exit code. By the option, Slurm also ends the tasks
+# that would wait for one that failed.
 SRUN = f"""#!{sys.executable}
-import os, signal, subprocess, sys, time
-command, options = sys.argv[1:], []
-while command[0].startswith("--"):
-    options.append(command.pop(0))
+import os, signal, subprocess, sys
+option, *command = sys.argv[1:]
+assert option == "--kill-on-bad-exit=1"
 count, nodes = int(os.environ["SLURM_NTASKS"]), int(os.environ["SLURM_NNODES"])
 places = [{{"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i % (count // nodes))}} for i in range(count)]
 tasks = [subprocess.Popen(command, env=os.environ | place) for place in places]
 signal.signal(signal.SIGTERM, lambda *_: [task.send_signal(signal.SIGTERM) for task in tasks])
-while None in (codes := [task.poll() for task in tasks]):
-    if any(codes) and "--kill-on-bad-exit=1" in options:
-        [task.terminate() for task in tasks]
-        options.clear()
-    time.sleep(0.01)
-sys.exit(max(code if code >= 0 else 128 - code for code in codes))
+sys.exit(max(task.wait() for task in tasks))
 """
 SCONTROL = """#!/bin/sh
 case $1 in show) echo localhost ;; requeue) echo "$2" >> "$REQUEUED"; exit "${REFUSES:-0}" ;; esac
@@ -43,7 +37,7 @@ if "fail" in sys.argv:
     sys.exit(3)
 while "wait" in sys.argv and not stopped:
     time.sleep(0.01)
-time.sleep(100 if "unsaved" in sys.argv and os.environ["RANK"] != "0" else 0.3 if stopped else 0)
+time.sleep(0.3 if stopped else 0)
 sys.exit(1 if "unsaved" in sys.argv else 143 if stopped or "killed" in sys.argv else 0)
 """
 
@@ -60,19 +54,11 @@ def slurm(tmp_path):
         env = os.environ | {
             "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable,
             "REQUEUED": str(tmp_path / "requeued"), "SLURM_NTASKS": str(tasks), "SLURM_NNODES": "1",
-            "SLURM_JOB_ID": start.job, "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_SUBMIT_DIR": str(ROOT),
+            "SLURM_JOB_ID": "54321", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_SUBMIT_DIR": str(ROOT),
             "OMP_NUM_THREADS": "1", **more}
         return subprocess.Popen(["bash", ROOT / "scripts/slurm.sh", *command], env=env, stdout=subprocess.PIPE,
                                 stderr=subprocess.STDOUT, text=True)
-    start.job = str(os.getpid())
     return start
-
-
-def given_to(job, tmp_path, *ranks):
-    """What each rank wrote down once it had started."""
-    files = [tmp_path / f"rank{rank}" for rank in ranks]
-    wait_until(lambda: all(file.is_file() and file.stat().st_size for file in files), job)
-    return [json.loads(file.read_text()) for file in files]
 
 
 @pytest.mark.parametrize(("words", "number", "code", "printed"), [
@@ -86,14 +72,13 @@ def test_a_job_that_is_stopped_and_saves_goes_back_into_the_queue_and_no_other(
         slurm, tmp_path, words, number, code, printed):
     job = slurm(2 if number else 1, tmp_path / "program.py", *words, REFUSES=str(int("refused" in words)))
     if number:
-        given_to(job, tmp_path, 0, 1)
+        wait_until(lambda: len([*tmp_path.glob("rank*")]) == 2, job)
         job.send_signal(number)  # which Slurm gives to the batch script alone
         job.send_signal(number)
     output = job.communicate(timeout=PATIENCE)[0]
     assert job.returncode == code and printed in output, output
-    requeued = tmp_path / "requeued"
-    assert requeued.exists() == (words[0] == "wait" and "unsaved" not in words)
-    assert not requeued.exists() or requeued.read_text() == f"{slurm.job}\n"
+    requeued = [file.read_text() for file in tmp_path.glob("requeued")]
+    assert requeued == ["54321\n"] * (words[0] == "wait" and "unsaved" not in words)
 
 
 @pytest.mark.parametrize(("ranks", "more", "given"), [
@@ -104,8 +89,8 @@ def test_ranks_know_their_place_one_task_is_no_world_and_that_of_an_array_gets_i
         slurm, tmp_path, ranks, more, given):
     job = slurm(len(ranks), tmp_path / "program.py", "done", **more)
     assert job.wait(PATIENCE) == 0, job.stdout.read()
-    told, port = given_to(job, tmp_path, *ranks), str(20_000 + int(slurm.job) % 20_000)
+    told = [json.loads((tmp_path / f"rank{rank}").read_text()) for rank in ranks]
     assert [(rank["LOCAL_RANK"], rank["LOCAL_WORLD_SIZE"], rank["WORLD_SIZE"]) for rank in told] == (
         [("0", "2", "4"), ("1", "2", "4")] * 2 if len(ranks) > 1 else [(None, None, None)])
     assert all(rank["given"] == given and rank["SRUN_CPUS_PER_TASK"] == more.get("SLURM_CPUS_PER_TASK")
-               and (rank["MASTER_ADDR"], rank["MASTER_PORT"]) == ("localhost", port) for rank in told)
+               and (rank["MASTER_ADDR"], rank["MASTER_PORT"]) == ("localhost", "34321") for rank in told)
