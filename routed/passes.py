@@ -38,8 +38,8 @@ class Pass:
 
     def end(self) -> None:
         """Frees the tokens of a pass that is over or broke off, whose graph would hold them for ever."""
-        self.is_open, self.returned, ends = False, (None, None), [route.end_layer_idx for route in self.routing.routes]
-        self.before_route = {r: x for r, x in self.before_route.items() if ends[r] <= self.last}
+        self.is_open, self.returned = False, (None, None)
+        self.before_route = {r: x for r, x in self.before_route.items() if x is None or x.grad_fn is None}
 
     def advance(self, block: int) -> None:
         """Records that a block is called, or, for the number of blocks, that the pass is over."""

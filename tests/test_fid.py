@@ -218,8 +218,8 @@ def test_statistics_in_the_reference_win_over_its_images_as_in_adm(tmp_path):
 
 
 PIXELS = dict(mu=np.zeros(192), sigma=np.eye(192))
-NO_COVARIANCES = {"not symmetric": np.triu(np.ones((192, 192))),
-                  "negative eigenvalues": np.diag([-0.1, *np.ones(191)])}
+NO_COVARIANCES = {"not symmetric": np.triu(np.ones((192, 192))), "not all finite": np.full((192, 192), np.nan),
+                  "negative eigenvalues": np.diag([-0.1, *np.ones(191)]), "of shape": np.eye(192)[:-1]}
 
 
 @pytest.mark.parametrize(("arrays", "size", "message"), [

@@ -5,6 +5,7 @@ import gc
 import pickle
 import threading
 import weakref
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -89,19 +90,23 @@ def test_backward_may_come_anywhere_and_in_any_order(around, when, how):
     assert_close(trained(around), trained(None))
 
 
-def test_a_recomputed_pass_frees_its_tokens():
+@pytest.mark.parametrize("broken", [None, 0, 1, 2, 3])
+def test_the_tokens_of_a_pass_are_freed_also_where_a_block_raises(broken):
     """A circle of tokens, their graph and its pass would stay for ever."""
     seen = []
 
     def recomputed(part, x):
         seen.append(weakref.ref(x))
+        if broken == len(seen) - 1:
+            part.register_forward_pre_hook(lambda *_: {}[broken])       # as where memory is full
         return checkpoint(part, x, TABLE, use_reentrant=False)
 
     net = made(turned(lambda rope: rope[None, None]), recomputed).model
-    with routed(net, TWO, **NAMED):
+    with nullcontext() if broken is None else pytest.raises(KeyError), routed(net, TWO, **NAMED):
         net(x=X.clone().requires_grad_() * 1).sum().backward()
     gc.collect()
-    assert len(seen) == 4 and all(tokens() is None for tokens in seen) and not is_routed(net)
+    assert len(seen) == (4 if broken is None else broken + 1)
+    assert all(tokens() is None for tokens in seen) and not is_routed(net)
 
 
 def test_the_network_is_as_it_was_after_an_error_and_keeps_another_forward():
