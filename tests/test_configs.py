@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import re
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hydra.errors import MissingConfigException
 from omegaconf import OmegaConf
 
 from blocks import BLOCKS
-from dit import DiT
+from dit import DiT, DiT_models, multiply_adds
 from edm import EDM
 from guidance import Guidance
 from objectives import class_of
@@ -181,3 +182,33 @@ def test_every_way_to_guide_is_a_setting_of_one_value(name):
     assert cfg.scale is None or Guidance(cfg.scale, **keywords).scale > 1
     for entry in ("fid", "rf"):
         assert load(f"guidance={name}", name=entry).gamma2 == cfg.gamma2
+
+
+# ---- numbers of pages that are counted ------------------------------------------------------------------------------
+
+
+@functools.cache
+def cost(backbone, tokens, *route):
+    """The multiply-adds of a forward pass, dense or with a route."""
+    with torch.device("meta"):
+        net = DiT_models[backbone](input_size=2 * int(tokens**0.5), routes=[Route(*route)] if route else [])
+    return sum(multiply_adds(net, net.routes))
+
+
+def test_the_flops_and_their_ratios_on_the_pages_are_counted():
+    routing, sizes, speed = ((ROOT / f"docs/{name}.md").read_text() for name in ("routing", "imagenet", "performance"))
+    found = re.findall(r"^\| (\d) → −(\d), ([\d.]+) \| (\S+), (\S+) \| (\S+), (\S+) \|", routing, re.M)
+    for start, end, ratio, *shown in found:
+        assert shown == [f"{cost(name, tokens) / cost(name, tokens, int(start), -int(end), float(ratio)):.2f}"
+                         for name in ("DiT-B/2", "DiT-XL/2") for tokens in (256, 1024)]
+    rows = re.findall(r"^\| (\w+)/2 \| (\d+)M \| (\d+) \| (\d+) \| ([\d.]+) \|", sizes, re.M)
+    for size, _, *shown in rows:   # 2 FLOPs a multiply-add, and a backward pass of twice the forward one
+        dense, routed = cost(f"DiT-{size}/2", 256), cost(f"DiT-{size}/2", 256, 2, -4, 0.5)
+        assert shown == [f"{6 * dense / 1e9:.0f}", f"{6 * routed / 1e9:.0f}", f"{dense / routed:.2f}"]
+    names = re.search(r"^\| tokens \| (S/2.*) \|$", speed, re.M)[1].split(" | ")
+    for name, ratio in zip(names, re.search(r"^\| 256 \| (1\..*) \|$", speed, re.M)[1].split(" | "), strict=True):
+        backbone, start, end = re.fullmatch(r"(\S+), (\d+)→(\d+)", name).groups()
+        backbone = backbone if "-" in backbone else f"DiT-{backbone}"
+        assert cost(backbone, 256) / cost(backbone, 256, int(start), int(end), 0.5) == pytest.approx(
+            float(ratio), abs=6e-4)
+    assert (len(found), len(rows), len(names)) == (4, 4, 6)

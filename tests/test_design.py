@@ -2,6 +2,7 @@
 
 import ast
 import re
+from graphlib import TopologicalSorter
 
 from conftest import ROOT
 
@@ -48,17 +49,7 @@ def test_imports_point_down_and_the_core_imports_no_supporting_code():
 
 def test_imports_have_no_cycle():
     modules = files()
-    graph, done = {name: imported(name, tree, modules) for name, tree in modules.items()}, set()
-
-    def visit(name: str, above: tuple[str, ...]) -> None:
-        assert name not in above, f"a cycle: {' -> '.join([*above[above.index(name):], name])}"
-        if name not in done:
-            for other in graph[name]:
-                visit(other, (*above, name))
-            done.add(name)
-
-    for name in graph:
-        visit(name, ())
+    TopologicalSorter({name: imported(name, tree, modules) for name, tree in modules.items()}).prepare()
 
 
 def test_a_reader_of_latents_imports_no_network():

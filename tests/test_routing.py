@@ -66,14 +66,7 @@ def test_a_selection_that_does_not_exist_is_refused():
         Router("l2")
 
 
-class LastRows(Router):
-    """Somebody's selection, which takes no note of the noise, with scores below 0."""
-
-    def score(self, x, noise):
-        return -torch.arange(noise.shape[1]).expand(len(noise), -1)
-
-
-@pytest.mark.parametrize("router", [*ROUTERS, LastRows()])
+@pytest.mark.parametrize("router", ROUTERS)
 def test_tokens_that_must_be_kept_are_and_no_more_are_kept_for_it(router):
     x, keep_mask = tokens(), torch.zeros(4, 16, dtype=torch.bool)
     keep_mask[0, :8] = keep_mask[1, 3] = keep_mask[3, 10:] = True

@@ -59,7 +59,6 @@ def fed(name: str, n: int = N, first: int | list[int] | None = None, behind: int
 
 
 # Which of the tokens of a sequence may leave is said where they are not the last: `first` and `behind` of `Case`.
-IMAGE_FIRST = dict(first=0)
 MASKED = dict(encoder_attention_mask=TEXT_MASK.long())
 TWO_TEXTS = MASKED | dict(encoder_hidden_states_2=randn(BATCH, 3, 8), text_embed_2_dim=8,
                           encoder_attention_mask_2=torch.ones(BATCH, 3).long())

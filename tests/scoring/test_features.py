@@ -1,6 +1,7 @@
 """Feature extractors: their inputs, the weights that they accept, and what they refuse."""
 
 import json
+import re
 import runpy
 import shutil
 import urllib.error
@@ -157,6 +158,21 @@ def test_a_function_of_ones_own_is_fed_channels_first_and_told_apart_by_its_modu
 def test_a_function_that_returns_no_features_is_refused(name, message):
     with pytest.raises(ValueError, match=message):
         load(f"python:own_code.{name}")
+
+
+def test_the_lines_of_the_page_load_stylegans_inception(tmp_path, monkeypatch):
+    class Inception(torch.nn.Module):
+        """Returns probabilities unless it is asked for features, as NVIDIA's file does."""
+        def forward(self, images, return_features: bool = False):
+            means = images.float().mean((2, 3))
+            return means if return_features else means.softmax(1)
+
+    [lines] = re.findall(r"```python\n(.*?)```", (ROOT / "docs/evaluation.md").read_text(), flags=re.S)
+    (tmp_path / "nvidia.py").write_text(lines)
+    monkeypatch.syspath_prepend(tmp_path)
+    torch.jit.script(Inception()).save(tmp_path / "inception-2015-12-05.pt")
+    theirs, images = load("python:nvidia.stylegan", tmp_path / "inception-2015-12-05.pt"), pictures(2)
+    assert torch.allclose(theirs.compute(images)["pool"], images.float().mean((1, 2)))
 
 
 # ---- the numbers of OpenAI's evaluator on the cross-check's graph and batches

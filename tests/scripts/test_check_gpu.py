@@ -63,8 +63,3 @@ def test_what_differs_fails_with_the_numbers(machine, monkeypatch, factor, says)
         {"step": step, "loss": factor if file.parts[-2] == "twice" else 1.0} for step in range(9)])
     with pytest.raises(ValueError, match="losses of steps 5 to 8 within (1.0e-02|nan) of those"):
         check_gpu.check_resuming(machine)
-
-
-@pytest.mark.gpu
-def test_this_machine_passes_all_checks():
-    run_command(check_gpu.main, "check_gpu.py")

@@ -121,3 +121,11 @@ def test_an_empty_file_in_the_hubs_cache_is_named_with_the_advice_to_delete_it(h
     cached("me/x", Path("alone"))
     with pytest.raises(ValueError, match="blobs/ema.safetensors-blob is empty: delete it"):
         find_checkpoint("me/x")
+
+
+def test_half_precision_is_made_as_on_the_page_of_the_example(here):
+    page = (Path(__file__).parents[2] / "examples/emoji/README.md").read_text(encoding="utf-8")
+    exec(page.partition("```python\n")[2].partition("```")[0].replace("runs/emoji_example", "run"), {})
+    half = load_trained("emoji").net.state_dict()
+    for key, value in load_trained("run").net.state_dict().items():
+        assert torch.equal(half[key], value.half().float())
