@@ -184,9 +184,6 @@ def test_every_way_to_guide_is_a_setting_of_one_value(name):
         assert load(f"guidance={name}", name=entry).gamma2 == cfg.gamma2
 
 
-# ---- numbers of pages that are counted ------------------------------------------------------------------------------
-
-
 @functools.cache
 def cost(backbone, tokens, *route):
     """The multiply-adds of a forward pass, dense or with a route."""

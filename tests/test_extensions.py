@@ -24,7 +24,6 @@ from weights.loading import load_trained
 
 @pytest.fixture(scope="module", autouse=True)
 def page(tmp_path_factory):
-    """The page's files, in folders that the packages search as well."""
     with installed(tmp_path_factory.mktemp("extensions")):
         yield
 

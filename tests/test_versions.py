@@ -7,7 +7,6 @@ run `python tests/test_versions.py`.
 import json
 from pathlib import Path
 
-import conftest  # noqa: F401      (which puts the project on the path of the script, too)
 import numpy as np
 import pytest
 import torch

@@ -17,20 +17,7 @@ from unittest import mock
 import diffusers.loaders.peft  # noqa: F401  (it looks for flash_attn, so it is imported before a stub stands there)
 import pytest
 import torch
-from library_networks import (
-    GRID,
-    IMAGE,
-    PLACES,
-    POOLED,
-    SEQUENCE,
-    SHARE,
-    TEXT,
-    TEXT_MASK,
-    TIME,
-    VIDEO,
-    WORDS,
-    open_gates,
-)
+from library_networks import IMAGE, PLACES, POOLED, SEQUENCE, SHARE, TEXT, TEXT_MASK, TIME, VIDEO, WORDS, open_gates
 from oracle import BATCH, Case, N, assert_exact, randn
 from torch import nn
 from torch.nn import functional as F
@@ -283,7 +270,7 @@ def hunyuan15_musubi():
         net.time_in, net.cond_type_embedding = found.TimestepEmbedder(16, nn.SiLU), nn.Embedding(3, 16)
         net.double_blocks = nn.ModuleList(found.MMDoubleStreamBlock(16, 2, 2.0, qkv_bias=True) for _ in range(4))
         net.final_layer = found.FinalLayer(16, [1, 1, 1], 4, nn.SiLU)
-    return case(net, first=0, hidden_states=randn(BATCH, 9, *GRID), timestep=TIME, text_states=WORDS,
+    return case(net, first=0, hidden_states=randn(BATCH, 9, 2, 2, 4), timestep=TIME, text_states=WORDS,
                 encoder_attention_mask=TEXT_MASK.long(), byt5_text_states=randn(BATCH, 3, 16),
                 byt5_text_mask=torch.ones(BATCH, 3).long())
 

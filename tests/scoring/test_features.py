@@ -162,8 +162,7 @@ def test_a_function_that_returns_no_features_is_refused(name, message):
 
 def test_the_lines_of_the_page_load_stylegans_inception(tmp_path, monkeypatch):
     class Inception(torch.nn.Module):
-        """Returns probabilities unless it is asked for features, as NVIDIA's file does."""
-        def forward(self, images, return_features: bool = False):
+        def forward(self, images, return_features: bool = False):   # as NVIDIA's file
             means = images.float().mean((2, 3))
             return means if return_features else means.softmax(1)
 

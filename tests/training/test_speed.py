@@ -15,7 +15,8 @@ def test_replicas_exchange_large_gradients_in_25_buckets_and_copy_them_in_batche
         monkeypatch, fresh_accelerator, count, most):
     made = {}
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)  # of a single rank, too
-    monkeypatch.setattr(speed, "DDP", lambda module, **how: made.update(how) or SimpleNamespace(module=module))
+    monkeypatch.setattr(speed, "DDP", lambda module, device_ids, gradient_as_bucket_view, bucket_cap_mb,
+                        batched_grad_copy: made.update(locals()) or SimpleNamespace(module=module))
     accelerator, net = Accelerator(cpu=True), nn.Module()
     net.weight = nn.Parameter(torch.empty(count, device="meta"))
     net.frozen = nn.Parameter(torch.empty(2**30, device="meta"), requires_grad=False)
