@@ -34,7 +34,7 @@ from runtime.command import program
 from runtime.files import atomic_write, read_rows, write_text
 from runtime.schema import as_path, as_recorded, as_text, leaves
 from training.run_folder import tells_runs_apart
-from weights import checkpoint as checkpoints
+from weights import checkpoints
 from weights.records import build_network, build_schedule
 
 AXES = {"images": "images seen", "seconds": "seconds of training", "flops": "training FLOPs"}

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from runtime import files
 from runtime.command import command
 from runtime.schema import Classes, Location, Settings, Size, Text, as_recorded, typed
-from weights import checkpoint as checkpoints
+from weights import checkpoints
 from weights.foreign import Foreign, FormatName, find_file, how_to_import, read
 from weights.reading import check_finite, read_tensors
 from weights.records import diffusion_keywords

@@ -18,7 +18,7 @@ import sample
 from dit import DiT
 from edm import EDM
 from objectives import DiffusionLoss
-from weights import checkpoint as checkpoints
+from weights import checkpoints
 from weights.loading import load_trained
 
 

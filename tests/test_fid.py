@@ -24,7 +24,7 @@ from runtime import files
 from scoring import image_sets, metrics, score
 from scoring.features import EXTRACTORS, load_extractor
 from scoring.score import available_metrics, open_reference
-from weights import checkpoint as checkpoints
+from weights import checkpoints
 
 
 def normal(*shape, seed=0):

@@ -42,7 +42,7 @@ from scoring.features import load_extractor
 from scoring.image_sets import open_images
 from scoring.score import open_reference
 from scripts import import_weights as import_script
-from weights import checkpoint as checkpoints
+from weights import checkpoints
 from weights.loading import load_trained
 from weights.reading import read_tensors
 

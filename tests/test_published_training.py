@@ -47,7 +47,7 @@ from objectives.teachers import Teacher
 from rf import RF
 from runtime.schema import as_text
 from train import main
-from weights import checkpoint as checkpoints
+from weights import checkpoints
 from weights.records import build_network
 
 NAMES = {"train_step": "labels", "draw_sigma": "level", "draw_t": "level", "draw": "noise", "get_mask": "mask",

@@ -19,7 +19,7 @@ from training_runs import assert_same_end, command, refusal, rows, train_here, t
 import train
 from runtime import files
 from training.run_folder import changed_settings, check_resumable, discard_after
-from weights import checkpoint as checkpoints
+from weights import checkpoints
 
 
 def test_a_run_that_is_killed_again_and_again_ends_bit_identical_to_one_that_was_not(shapes, reference, tmp_path):

@@ -16,7 +16,7 @@ from guidance import Guidance
 from objectives import build_objective
 from routing_module import Route, RouteSchedule
 from scripts import compare
-from weights import checkpoint as checkpoints
+from weights import checkpoints
 from weights.loading import load_trained
 from weights.records import build_network, build_schedule
 

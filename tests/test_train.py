@@ -26,7 +26,7 @@ from train import main, train_step
 from training import run_folder, speed
 from training.run import choose_sizes
 from training.settings import TrainSettings
-from weights import checkpoint as checkpoints
+from weights import checkpoints
 
 
 def test_a_run_starts_from_anothers_ema_with_its_own_schedule_and_resumes_without_it(shapes, tmp_path):

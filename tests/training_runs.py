@@ -12,7 +12,7 @@ from conftest import last_of_each, run_command
 from safetensors.torch import load_file
 
 from train import main
-from weights import checkpoint as checkpoints
+from weights import checkpoints
 from weights.records import build_network
 
 TIMINGS = ("img_per_sec", "sec_per_step", "peak_memory_gib", "elapsed_s")

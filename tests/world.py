@@ -11,7 +11,7 @@ from conftest import command_of, run_command
 from PIL import Image
 from safetensors.torch import load_file
 
-from weights import checkpoint as checkpoints
+from weights import checkpoints
 
 EMA, STEP = "checkpoints/step-00000004/ema.safetensors", "checkpoints/step-00000004"
 NETWORK = ["model.backbone_type=DiT-S/4", "model.hidden_size=8", "model.depth=7", "model.num_heads=2"]

@@ -31,8 +31,7 @@ from training import speed
 from training.optimizers import build_optimizer
 from training.run_record import latent_shape, run_record
 from training.settings import SamplesSettings, SizedSettings, TrainSettings, sized_like
-from weights import autoencoders
-from weights import checkpoint as checkpoints
+from weights import autoencoders, checkpoints
 from weights.averages import names_of
 from weights.loading import find_on_main_rank
 from weights.records import build_diffusion, build_network, build_schedule

@@ -21,7 +21,7 @@ from runtime.schema import as_recorded, as_text, leaves, typed
 from training.optimizers import load_optimizer, optimizer_tensors
 from training.run import Run
 from training.settings import ONLY_AT_START, WITHOUT_EFFECT
-from weights import checkpoint as checkpoints
+from weights import checkpoints
 from weights.averages import names_of
 from weights.loading import Trained, find_on_main_rank, load_trained, other_data
 from weights.records import architecture, diffusion_class, diffusion_keywords

@@ -16,9 +16,9 @@ from dit import DiT
 from edm import EDM
 from rf import RF
 from runtime import ranks
-from weights import checkpoint as checkpoints
+from weights import checkpoints
 from weights.averages import weights_name
-from weights.checkpoint import Checkpoint
+from weights.checkpoints import Checkpoint
 from weights.foreign import COMMAND, how_to_import
 from weights.reading import check_finite, from_hub, how_to_download, read_tensors
 from weights.records import build_diffusion, fit

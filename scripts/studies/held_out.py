@@ -19,7 +19,7 @@ from latents.loader import to_latent
 from runtime.command import program
 from runtime.files import append_row, read_rows
 from runtime.schema import as_path
-from weights import checkpoint as checkpoints
+from weights import checkpoints
 from weights.loading import Trained, load_trained
 
 

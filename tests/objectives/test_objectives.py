@@ -13,7 +13,7 @@ from objectives.alignment import projector
 from objectives.diffusion import hidden_after
 from routing_module import Route, Router
 from runtime.libraries import compile_blocks
-from weights import checkpoint as checkpoints
+from weights import checkpoints
 
 ROUTED = [Route(1, 2, 0.5)]
 TWO_ROUTES = [Route(0, 1, 0.5, x_T=1.0), Route(3, 4, 0.25, x_T=1.0)]

@@ -34,7 +34,7 @@ from forked import Changes, Ended, Life, killing, start
 from runtime import files
 from runtime.command import commit
 from runtime.libraries import is_complete
-from weights import checkpoint as checkpoints
+from weights import checkpoints
 
 pytestmark = [pytest.mark.rig, pytest.mark.timeout(0)]
 KILLS, SEED = int(os.environ.get("RIG_KILLS", 20)), int(os.environ.get("RIG_SEED", 0))

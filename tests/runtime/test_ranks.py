@@ -11,7 +11,7 @@ from training_runs import assert_same_end, command, rows, trained
 
 from runtime import ranks
 from runtime.device import join_ranks
-from weights import checkpoint as checkpoints
+from weights import checkpoints
 
 LONG = ("steps=100000", "log.every=1", "checkpoint.every=100000", "model.depth=3", "model.routes=[]", "compile=false",
         "cpu=true")

@@ -23,7 +23,7 @@ import train
 from latents.folder import open_latents
 from latents.loader import batches
 from runtime import sharding
-from weights import checkpoint as checkpoints
+from weights import checkpoints
 from weights.loading import load_trained
 from weights.records import build_network
 

@@ -25,7 +25,7 @@ from sampling.generate import compile_to_sample, gathered, generate
 from sampling.options import labels_of, parse_classes, parse_range
 from sampling.pictures import draw_grid
 from sampling.sampler import Sampler
-from weights import checkpoint as checkpoints
+from weights import checkpoints
 from weights.loading import load_trained
 from weights.records import build_network
 

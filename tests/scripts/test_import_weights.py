@@ -8,7 +8,7 @@ from test_hostile_files import everything
 
 from runtime.files import sha256
 from scripts import import_weights
-from weights import checkpoint as checkpoints
+from weights import checkpoints
 
 TYPED = ["source=sit.pt", "format=sit", "num_heads=4"]
 

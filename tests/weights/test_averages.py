@@ -12,8 +12,7 @@ from PIL import Image
 from training_runs import assert_same_end
 
 import sample
-from weights import averages
-from weights import checkpoint as checkpoints
+from weights import averages, checkpoints
 from weights.records import build_network
 
 SEVERAL = ("ema.decay=[0.9,0.5]", "ema.warmup=false", "checkpoint.every=2")

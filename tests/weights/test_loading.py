@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from training_runs import write_run
 
 from runtime import files
-from weights import checkpoint as checkpoints
+from weights import checkpoints
 from weights.loading import find_checkpoint, load_trained
 
 NETWORK = dict(input_size=4, patch_size=2, in_channels=3, hidden_size=8, depth=2, num_heads=2, num_classes=3)

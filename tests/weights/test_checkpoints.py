@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 
-from weights import checkpoint as checkpoints
+from weights import checkpoints
 
 
 def save(run, step, value=1.0, sound=True, **meta):
