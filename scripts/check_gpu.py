@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+from unittest import SkipTest
 
 import torch
 from accelerate import Accelerator
@@ -68,13 +69,10 @@ class CheckSettings(Settings):
     out: Location | None
 
 
-class Skipped(Exception):
-    """What a check needs and this machine lacks."""
-
-
 def require(holds: bool, needs: str) -> None:
+    """Raises SkipTest with what a check needs and this machine lacks."""
     if not holds:
-        raise Skipped(needs)
+        raise SkipTest(needs)
 
 
 @dataclass
@@ -91,7 +89,7 @@ class Machine:
         return NETWORK | (SMALLER if self.rehearsal else {})
 
     def accelerator(self, precision: Precision, num_parts: int = 1) -> Accelerator:
-        """Joins the ranks in a precision; raises Skipped for one that this machine lacks."""
+        """Joins the ranks in a precision; raises SkipTest for one that this machine lacks."""
         ranks.start_anew({})  # else the precision is that of the last check
         try:
             if precision == "fp8":
@@ -99,7 +97,7 @@ class Machine:
             return speed.make_accelerator(
                 "fp32" if precision == "tf32" else precision, num_parts, precision == "tf32", cpu=self.rehearsal)
         except ValueError as lacking:
-            raise Skipped(str(lacking)) from None
+            raise SkipTest(str(lacking)) from None
 
 
 def require_at_most(most: float, message: str, *measured: float) -> str:
@@ -258,7 +256,7 @@ def outcome(check: Callable[[Machine], str], machine: Machine) -> tuple[str, str
     """Runs a check on this rank; returns PASS, FAIL or SKIP, and its message."""
     try:
         return "PASS", check(machine)
-    except Skipped as lacking:
+    except SkipTest as lacking:
         return "SKIP", str(lacking)
     except Exception as error:
         return "FAIL", f"{type(error).__name__}: {first_line(error)}"
