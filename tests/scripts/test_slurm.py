@@ -5,10 +5,10 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from conftest import PATIENCE, ROOT
-from training_runs import wait_until
 
 # Starts the tasks, hands TERM on to each, and returns the largest exit code. By the option, Slurm also ends the tasks
 # that would wait for one that failed.
@@ -72,7 +72,8 @@ def test_a_job_that_is_stopped_and_saves_goes_back_into_the_queue_and_no_other(
         slurm, tmp_path, words, number, code, printed):
     job = slurm(2 if number else 1, tmp_path / "program.py", *words, REFUSES=str(int("refused" in words)))
     if number:
-        wait_until(lambda: len([*tmp_path.glob("rank*")]) == 2, job)
+        while len([*tmp_path.glob("rank*")]) < 2 and job.poll() is None:
+            time.sleep(0.001)
         job.send_signal(number)  # which Slurm gives to the batch script alone
         job.send_signal(number)
     output = job.communicate(timeout=PATIENCE)[0]
