@@ -63,7 +63,7 @@ class Small(schema.Settings):
     name: schema.Text | None
     out: schema.Location | None
     rate: schema.Number
-    rates: list[int]
+    rates: list[int | dict[str, str]]
 
 
 @pytest.fixture
@@ -90,9 +90,9 @@ def call(tmp_path, monkeypatch, capsys):
 def test_a_call_within_a_program_takes_settings_lists_and_keywords_of_any_text(call):
     assert call(print)[0] == 0      # which makes the config's folder this command's
     seen: list[Small] = []
-    command("small", Small)(seen.append)(["steps=7"], name="größe (1), 007", rates=[1, 2], rate=1e-5, out=None)
+    command("small", Small)(seen.append)(["steps=7"], name="größe (1), 007", rates=[1, {"a": ","}], rate=1e-5, out=None)
     [cfg] = seen
-    assert (cfg.steps, cfg.name, cfg.rates, cfg.rate, cfg.out) == (7, "größe (1), 007", [1, 2], 1e-5, None)
+    assert (cfg.steps, cfg.name, cfg.rates, cfg.rate, cfg.out) == (7, "größe (1), 007", [1, {"a": ","}], 1e-5, None)
 
 
 def fail_by(error):
