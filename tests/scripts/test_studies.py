@@ -148,6 +148,7 @@ def test_each_table_of_the_results_is_made_of_the_committed_rows():
     coarse = ("coarse", "coarse-dit", "coarse-tread", 1400)
     differences = f"{pair('coarse', 1400, *coarse[1:3])[2]} at equal images and by {apart(*at_flops(*coarse))} at equal"
     assert f"differs from dense by {differences} FLOPs" in " ".join(lines)
+    assert f"route costs {pair('width', 3124, 'dit-64', 'tread-64', images=2500)[2]} at equal" in " ".join(lines)
 
 
 STUDIES = [file for file in sorted((ROOT / "scripts/studies").glob("*.sh")) if "common.sh" in file.read_text()]

@@ -24,4 +24,3 @@ def test_replicas_exchange_large_gradients_in_25_buckets_and_copy_them_in_batche
     replica = speed.replicate(accelerator, net)
     assert replica.module is net and replica.broadcast_buffers is False
     assert made["bucket_cap_mb"] == pytest.approx(most) and made["batched_grad_copy"] and made["device_ids"] is None
-    assert speed.replicate(accelerator, net, sharded=True) is net
