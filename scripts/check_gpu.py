@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
-from unittest import SkipTest
 
 import torch
 from accelerate import Accelerator
@@ -69,10 +68,13 @@ class CheckSettings(Settings):
     out: Location | None
 
 
+class Skipped(Exception):
+    """What a check needs and this machine lacks."""
+
+
 def require(holds: bool, needs: str) -> None:
-    """Raises SkipTest with what a check needs and this machine lacks."""
     if not holds:
-        raise SkipTest(needs)
+        raise Skipped(needs)
 
 
 @dataclass
@@ -89,7 +91,7 @@ class Machine:
         return NETWORK | (SMALLER if self.rehearsal else {})
 
     def accelerator(self, precision: Precision, num_parts: int = 1) -> Accelerator:
-        """Joins the ranks in a precision; raises SkipTest for one that this machine lacks."""
+        """Joins the ranks in a precision; raises Skipped for one that this machine lacks."""
         ranks.start_anew({})  # else the precision is that of the last check
         try:
             if precision == "fp8":
@@ -97,7 +99,7 @@ class Machine:
             return speed.make_accelerator(
                 "fp32" if precision == "tf32" else precision, num_parts, precision == "tf32", cpu=self.rehearsal)
         except ValueError as lacking:
-            raise SkipTest(str(lacking)) from None
+            raise Skipped(str(lacking)) from None
 
 
 def require_at_most(most: float, message: str, *measured: float) -> str:
@@ -256,7 +258,7 @@ def outcome(check: Callable[[Machine], str], machine: Machine) -> tuple[str, str
     """Runs a check on this rank; returns PASS, FAIL or SKIP, and its message."""
     try:
         return "PASS", check(machine)
-    except SkipTest as lacking:
+    except Skipped as lacking:
         return "SKIP", str(lacking)
     except Exception as error:
         return "FAIL", f"{type(error).__name__}: {first_line(error)}"
