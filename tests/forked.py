@@ -8,10 +8,10 @@ have started threads.
 import builtins
 import contextlib
 import io
+import itertools
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +25,7 @@ from pathlib import Path
 import pytest
 from conftest import PATIENCE, ROOT
 
+ports = itertools.count(10_000 + os.getpid() % 200 * 100)  # no connection of another test gets one before rank 0 listens
 PRELOADED = ("train", "sample", "fid", "scripts.prepare_latents", "forked")
 
 
@@ -131,9 +132,7 @@ def ranks_of(count: int) -> list[dict[str, str]]:
     """The environment that torchrun sets for each of `count` ranks on one machine; none for a single one."""
     if count == 1:
         return [{}]
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
+    port = next(ports)
     return [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
              "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)} for rank in range(count)]
 
