@@ -4,6 +4,7 @@ A format is one function, which opens a source, and its line in FORMS. docs/inte
 is unpickled.
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -16,15 +17,16 @@ import numpy as np
 import torch
 
 from autoencoder import SD_VAE_SCALE, Convention
-from latents.folder import Kind
+from latents.folder import Kind, check_values
 from latents.labels import parse_dataset
-from latents.listing import Listing, a_few, list_folder, list_source, require_one_set, stamp_of
+from latents.listing import Listing, a_few, list_folder, list_source, require_one_set, spread, stamp_of
 from runtime.schema import typed
 from runtime.untrusted import reading
 from weights.autoencoders import HUB_NAMES, STATISTICS, own_convention, read_statistics
 
 EDM2 = Convention(0.5, latents_mean=(5.81, 3.25, 0.12, -2.15), latents_std=(4.17, 4.62, 3.71, 3.28), pixels=(0, 1))
 
+NUM_PROBED = 256        # latents checked before anything is written
 Reader = Callable[[int, int], np.ndarray | torch.Tensor]  # rows start to end, as they are stored, (n, *shape)
 
 
@@ -64,6 +66,21 @@ class Stored:
                      for numbers in (convention.latents_mean, convention.latents_std))
         scale = convention.scale / std
         return torch.cat([means * scale - (mean + convention.shift) * scale, stds * scale], dim=1).half()
+
+    def check(self, where: str) -> None:
+        """Raises ValueError if some latents, spread over the source, are not finite or not of this kind and scale."""
+        most = max(1, 2**26 // math.prod(self.shape))  # numbers in memory
+        rows = [self.convert(read(index, index + 1)) for index in spread(len(self.labels), min(NUM_PROBED, most))
+                for read in self.sides.values()]
+        values, scale = torch.cat(rows).double().numpy(), self.convention.scale
+        if not np.isfinite(values).all():
+            raise ValueError(f"{where} has latents that are not finite or overflow float16: correct the source.")
+        if self.log_variance and values[:, values.shape[1] // 2 :].min() >= 0.99 * scale:  # up to float16 rounding
+            raise ValueError(f"{where}: the second half of the channels is never below 0, so it looks like standard "
+                             f"deviations, but log-variances are expected here: write 2 * log(std) instead.")
+        how = "values as stored" if self.scaled else f"scale={scale:g}"
+        check_values(values, self.kind, self.autoencoder, f"{where}, read with {how}",
+                     "set another format=, kind= or scale=, or write them anew")
 
 
 def open_stored(

@@ -5,7 +5,6 @@ configs/import_latents.yaml shows the commands, docs/interop.md lists the format
 
 import hashlib
 import json
-import math
 import sys
 from collections.abc import Mapping
 from datetime import timedelta
@@ -15,16 +14,14 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from latents.folder import MAX_CLASSES, Kind, check_labels, check_values
-from latents.forms import FORMS, Stored, open_stored
-from latents.listing import spread
+from latents.folder import MAX_CLASSES, Kind, check_labels
+from latents.forms import FORMS, open_stored
 from latents.writer import Rows, Unreadable, is_finished, write_folder
 from runtime.command import command
 from runtime.device import join_ranks
 from runtime.schema import Classes, Count, Location, Positive, Settings, Text, refuse
 
-CHUNK = 64               # latents read and converted at once
-NUM_PROBED = 256         # latents checked before anything is written
+CHUNK = 64      # latents read and converted at once
 
 
 class ImportSettings(Settings):
@@ -52,22 +49,6 @@ def check_settings(cfg: ImportSettings, cli_overrides: Mapping[str, str]) -> Imp
     return cfg
 
 
-def probe(stored: Stored, source: str) -> None:
-    """Raises ValueError if some latents, spread over the source, are not finite or not of the kind and scale set."""
-    most = max(1, 2**26 // math.prod(stored.shape))  # numbers in memory
-    rows = [stored.convert(read(index, index + 1))
-            for index in spread(len(stored.labels), min(NUM_PROBED, most)).tolist() for read in stored.sides.values()]
-    values, scale = torch.cat(rows).double().numpy(), stored.convention.scale
-    if not np.isfinite(values).all():
-        raise ValueError(f"source={source} has latents that are not finite or overflow float16: correct the source.")
-    if stored.log_variance and values[:, values.shape[1] // 2 :].min() >= 0.99 * scale:  # up to float16 rounding
-        raise ValueError(f"source={source}: the second half of the channels is never below 0, so it looks like "
-                         f"standard deviations, but log-variances are expected here: write 2 * log(std) instead.")
-    how = "values as stored" if stored.scaled else f"scale={scale:g}"
-    check_values(values, stored.kind, stored.autoencoder, f"source={source}, read with {how}",
-                 "set another format=, kind= or scale=, or write them anew")
-
-
 @command("import_latents", ImportSettings, check=check_settings)
 def main(cfg: ImportSettings) -> None:
     """Writes `source` to `out` as a latent folder. Raises ValueError for a bad source."""
@@ -84,7 +65,7 @@ def main(cfg: ImportSettings) -> None:
     facts = json.dumps([labels.tolist(), stored.shape, stored.stamps])
     settings = dict(format=cfg.format, mirrored=is_mirrored, num_classes=num_classes, shard_size=cfg.shard_size,
                     **meaning, fingerprint=hashlib.sha256(facts.encode()).hexdigest()[:32])
-    probe(stored, cfg.source)
+    stored.check(f"source={cfg.source}")
     state.print(f"{cfg.source}: {count:,} latents {stored.shape}{' and as many mirrored copies' * is_mirrored} in "
                 f"{num_classes} classes")
     if is_finished(out, settings, state.is_main_process):

@@ -12,7 +12,7 @@ from runtime import files
 from runtime.command import command
 from runtime.schema import Classes, Location, Settings, Size, Text, as_recorded, typed
 from weights import checkpoints
-from weights.foreign import Foreign, FormatName, find_file, how_to_import, read
+from weights.foreign import FormatName, find_file, how_to_import, read
 from weights.reading import check_finite, read_tensors
 from weights.records import diffusion_keywords
 
@@ -32,17 +32,6 @@ class ImportSettings(Settings):
     diffusion: dict[str, Any] | None
 
 
-def describe(foreign: Foreign, name: str) -> str:
-    """Writes how a network was read, for people."""
-    key, others = foreign.weights, " and ".join(foreign.others)
-    no_label = "" if foreign.network.get("null_label", True) else " and no null label"
-    return ", ".join([
-        f"{f'weights={key}' if key else 'its only weights'}{f' (not {others})' if others else ''}",
-        f"read as {name} ({foreign.form.meaning})", f"{foreign.network['num_heads']} heads",
-        f"{foreign.network['num_classes']} classes{no_label}", f"decoded by {foreign.data['autoencoder']}",
-        *(f"without {name}" for name in foreign.dropped)])
-
-
 @command("import_weights", ImportSettings)
 def main(cfg: ImportSettings) -> None:
     """Writes `source` to `out` as a checkpoint. Raises ValueError for weights that the format does not have."""
@@ -60,7 +49,7 @@ def main(cfg: ImportSettings) -> None:
         with as_recorded(file):
             foreign = read(file, content, cfg.format, **{name: getattr(cfg, name) for name in SETTINGS})
             if foreign.missing:
-                raise ValueError(next(iter(foreign.missing.values())))
+                raise ValueError("; and ".join(foreign.missing.values()))
     except ValueError as error:
         raise ValueError(f"{file} cannot be imported with format={cfg.format}: {str(error).rstrip('.')}.") from error
     check_finite(foreign.state, file)
@@ -73,7 +62,7 @@ def main(cfg: ImportSettings) -> None:
     files.require_room(out, needed, "make room, or set out= to a folder on another disk.")
     checkpoints.save(out, {"ema": state}, meta)
     size = f"{needed / 1e9:.1f} GB" if needed >= 1e9 else f"{needed / 1e6:.3g} MB"
-    print(f"{file}: {describe(foreign, cfg.format)}. {out} takes {size}. next: python sample.py "
+    print(f"{file}: {foreign.describe(cfg.format)}. {out} takes {size}. next: python sample.py "
           f"{typed('checkpoint', out)}")
 
 

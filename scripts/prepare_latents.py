@@ -17,11 +17,10 @@ import torch
 from pydantic import Field
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from autoencoder import Autoencoder
-from latents.decoding import SHAPES, UnreadableImage
-from latents.images import ImageSource, open_shapes, open_source
+from latents.decoding import SHAPES
+from latents.images import open_shapes, open_source
 from latents.labels import WAYS, Columns
-from latents.listing import a_few, stamp_of
+from latents.listing import a_few, stamps_below
 from latents.writer import Rows, Unreadable, is_finished, write_folder
 from objectives.teachers import Teacher
 from runtime.command import command
@@ -29,8 +28,6 @@ from runtime.device import DTYPES, DType, describe_device, join_ranks
 from runtime.schema import Count, Location, NonNegativeInt, Settings, Size, Text, refuse
 from weights import autoencoders
 from weights.reading import load_function
-
-# ---- settings -------------------------------------------------------------------------------------------------------
 
 
 class ShapesSettings(Settings):
@@ -58,43 +55,6 @@ class PrepareSettings(Settings):
     num_workers: Annotated[int, Field(ge=1, le=1024)]
     precision: DType
     tf32: bool
-
-
-# ---- pixels -> latents ----------------------------------------------------------------------------------------------
-
-
-def decode_batch(source: ImageSource, indices: range, resolution: int) -> tuple[np.ndarray, list[int], Unreadable]:
-    """Returns the readable images uint8 (b,R,R,3), their indices, and [name, reason] for the others."""
-    pixels, readable, unreadable = [], [], []
-    for index in indices:
-        try:
-            pixels.append(source.pixels(index, resolution))
-            readable.append(index)
-        except UnreadableImage as error:
-            unreadable.append([source.names[index], str(error)])
-    images = np.stack(pixels) if pixels else np.empty((0, resolution, resolution, 3), np.uint8)
-    return images, readable, unreadable
-
-
-def encode_rows(autoencoder: Autoencoder, images: torch.Tensor) -> torch.Tensor:
-    """Encodes uint8 images (b,H,W,3) to (b,C,h,w), or to the moments (b,2C,h,w) of a VAE."""
-    mean, std = autoencoder.encode(images)
-    return mean if autoencoder.name == "identity" else torch.cat([mean, std], dim=1)
-
-
-def teach_rows(teacher: Teacher, images: torch.Tensor, precision: DType) -> torch.Tensor:
-    """Computes a teacher's tokens (b,N,Z) for uint8 images (b,H,W,3)."""
-    with torch.autocast(teacher.device.type, DTYPES[precision], enabled=precision != "fp32"):
-        return teacher(images.permute(0, 3, 1, 2))
-
-
-# ---- main -----------------------------------------------------------------------------------------------------------
-
-
-def stamps(*places: Path) -> list[list[int]]:
-    """Returns the sizes and times of local files of weights, so that a preparation is not resumed with others."""
-    paths = [path for place in places for path in sorted([place, *place.rglob("*")])]
-    return [[*stamp_of(path)] for path in paths if path.is_file()]
 
 
 def check_settings(cfg: PrepareSettings, cli_overrides: Mapping[str, str]) -> PrepareSettings:
@@ -134,7 +94,7 @@ def main(cfg: PrepareSettings) -> None:
                     teacher=cfg.teacher, patch_size=cfg.patch_size if cfg.teacher else None)
     teach, code = load_function("teacher", cfg.teacher) if cfg.teacher else (None, None)
     weights = [Path(autoencoder), Path(autoencoder).with_name(autoencoders.STATISTICS), *([code] if code else [])]
-    if found := stamps(*weights):
+    if found := stamps_below(*weights):
         settings["weights"] = found
     if is_finished(out, settings, state.is_main_process):
         return
@@ -163,9 +123,12 @@ def main(cfg: PrepareSettings) -> None:
         if cfg.mirror:
             sides["mirrored"] = sides["latents"].flip(2)
         for name, batch in sides.items():
-            rows[name] = encode_rows(vae, batch)
+            mean, std = vae.encode(batch)
+            rows[name] = mean if kind == "sample" else torch.cat([mean, std], dim=1)
             if teacher is not None:
-                rows["teacher" if name == "latents" else "teacher_mirrored"] = teach_rows(teacher, batch, cfg.precision)
+                with torch.autocast(state.device.type, DTYPES[cfg.precision], enabled=cfg.precision != "fp32"):
+                    tokens = teacher(batch.permute(0, 3, 1, 2))
+                rows["teacher" if name == "latents" else "teacher_mirrored"] = tokens
         stored = {name: part.half().cpu().numpy() for name, part in rows.items()}
         return {"labels": source.labels[indices].astype("<i8")} | stored, unreadable
 
@@ -177,7 +140,7 @@ def main(cfg: PrepareSettings) -> None:
     } | ({"labels": cfg.labels} if cfg.labels else {}) | ({"arrays": arrays} if arrays else {})
     write_folder(out, settings, metadata, len(source), shard_size=cfg.shard_size, batch_size=cfg.batch_size,
                  threads=cfg.num_workers, state=state, encode=encode,
-                 read=lambda indices: decode_batch(source, indices, resolution))
+                 read=lambda indices: source.decode(indices, resolution))
 
 
 if __name__ == "__main__":

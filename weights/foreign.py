@@ -245,6 +245,16 @@ class Foreign:
     data: dict[str, Any]            # the record of its latents
     missing: dict[str, str]         # settings that must be typed first, and why
 
+    def describe(self, name: FormatName) -> str:
+        """Writes how the network was read, for people."""
+        no_label = "" if self.network.get("null_label", True) else " and no null label"
+        return ", ".join([
+            (f"weights={self.weights}" if self.weights else "its only weights")
+            + (f" (not {' and '.join(self.others)})" if self.others else ""),
+            f"read as {name} ({self.form.meaning})", f"{self.network['num_heads']} heads",
+            f"{self.network['num_classes']} classes{no_label}", f"decoded by {self.data['autoencoder']}",
+            *(f"without {part}" for part in self.dropped)])
+
 
 def read(
     file: Path, content: Any, name: FormatName, *, weights: str | None = None, num_heads: int | None = None,

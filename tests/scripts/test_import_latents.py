@@ -298,7 +298,7 @@ def test_the_lines_that_rewrite_mars_cache_make_tars_that_are_read(tmp_path, mon
     (write_repa, REPA, "00000/img-mean-std-00000007.npy"), (write_fastdit, FAST, "imagenet256_features/7.npy"),
     (write_tread, TREAD, "train-0001.tar"), (write_lightningdit, LIGHT, f"{SHARD}.safetensors")])
 def test_a_source_whose_files_have_changed_is_not_the_one_that_was_begun(tmp_path, monkeypatch, write, settings, file):
-    monkeypatch.setattr(script, "NUM_PROBED", 2)
+    monkeypatch.setattr("latents.forms.NUM_PROBED", 2)
     source, _ = write(tmp_path)
     import_latents(source, tmp_path / "out", **settings)
     import_latents(source, tmp_path / "out", **settings)  # already complete
