@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from conftest import ROOT, change_record
 from training_runs import write_run
@@ -87,6 +88,10 @@ def guided(study: str, file: str, variant: str, guidance: str) -> dict:
     return score
 
 
+def two_epochs(label: str, study: str, *names: str) -> list[str]:
+    return [label, *pair(study, 3124, *names, images=2500), apart(*at_flops(study, *names, 3124))]
+
+
 def rows_of_the_page():
     """The rows of all tables of docs/results.md, from the committed rows."""
     pays, tuning, cifar = "when-it-pays", "fine-tuning", "cifar10-cpu"
@@ -97,9 +102,8 @@ def rows_of_the_page():
         yield [label, *pair(pays, step, f"{variant}-dit", f"{variant}-tread")]
     for epochs, images in ((2, 1000), (10, 1000), (20, 1000), (20, 5000)):
         yield [f"{epochs} epochs, {images:,} images", *pair("length", 1562 * epochs, "dit", "tread", images=images)]
-    for label, *names in (("64 tokens, patch 4", "dit-64", "tread-64"),
-                          ("256 tokens, patch 2", "dit-256-2e-3", "tread-256")):
-        yield [label, *pair("tokens", 3124, *names, images=2500), apart(*at_flops("tokens", *names, 3124))]
+    yield two_epochs("64 tokens, patch 4", "tokens", "dit-64", "tread-64")
+    yield two_epochs("256 tokens, patch 2", "tokens", "dit-256-2e-3", "tread-256")
     for label, name in (("dense", "rf-dit"), ("TREAD", "rf-tread")):
         yield [label, *(number(guided("length", "flow-matching", name, text)["value"]) for text in (
             "unguided", "scale 1.5, .*label true", "scale 1.0, gamma1 0.5, .*", "scale 1.5, gamma1 0.5, .*"))]
@@ -126,6 +130,8 @@ def rows_of_the_page():
         yield [label, full, more * (name != "dit"), lora, more_lora * (name != "dit"),
                ", ".join(losses(tuning, f"{kind}-{name}", 400) for kind in ("full", "lora")),
                flops(tuning, f"full-{name}", "full-dit", 400)]
+    for width in (64, 128):
+        yield two_epochs(f"width {width}", "width", f"dit-{width}", f"tread-{width}")
     for label, name in (("dense", "edm-dit"), ("TREAD, 2→8, ratio 0.5", "edm-tread")):
         yield [label, *(spread(scores(cifar, name, step), 2) for step in (2000, 4000, 6000, 8000)),
                f"{runs_of(cifar, name)[0]['sec_per_step']:.3f}"]
@@ -148,7 +154,9 @@ def test_each_table_of_the_results_is_made_of_the_committed_rows():
     coarse = ("coarse", "coarse-dit", "coarse-tread", 1400)
     differences = f"{pair('coarse', 1400, *coarse[1:3])[2]} at equal images and by {apart(*at_flops(*coarse))} at equal"
     assert f"differs from dense by {differences} FLOPs" in " ".join(lines)
-    assert f"route costs {pair('width', 3124, 'dit-64', 'tread-64', images=2500)[2]} at equal" in " ".join(lines)
+    costs = [np.subtract(*(scores("width", f"{model}-{width}", 3124, 2500) for model in ("tread", "dit")))
+             for width in (64, 128)]
+    assert f"changed by {apart(*costs).replace(',', ' to')} at equal images" in " ".join(lines)
 
 
 STUDIES = [file for file in sorted((ROOT / "scripts/studies").glob("*.sh")) if "common.sh" in file.read_text()]
