@@ -20,13 +20,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter
 from numpy import interp
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from scipy.special import stdtrit
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from dit import multiply_adds
@@ -221,13 +221,11 @@ def compared(variants: dict[str, Curves], pair: Pair) -> Iterator[Difference]:
                 yield Difference(pair, axis, place, images.get(place), values)
 
 
-def interval(differences: Sequence[float]) -> tuple[float, float] | None:
-    """Returns the two-sided 95 % t interval of the mean difference; None for fewer than three."""
+def interval(differences: Sequence[float]) -> tuple[float, float]:
+    """Returns the two-sided 95 % t interval of the mean difference; NaN for fewer than three."""
     if (n := len(differences)) < 3:
-        return None
-    from scipy import stats  # slow: takes half a second
-
-    mean, half = statistics.mean(differences), stats.t.ppf(0.975, n - 1) * statistics.stdev(differences) / math.sqrt(n)
+        return math.nan, math.nan
+    mean, half = statistics.mean(differences), stdtrit(n - 1, 0.975) * statistics.stdev(differences) / math.sqrt(n)
     return float(mean - half), float(mean + half)
 
 
@@ -236,9 +234,10 @@ def interval(differences: Sequence[float]) -> tuple[float, float] | None:
 
 def difference_of(differences: Sequence[float]) -> str:
     """Writes the mean difference with its interval, or each difference where they are too few for one."""
-    if (found := interval(differences)) is None:
+    low, high = interval(differences)
+    if math.isnan(low):
         return f"{', '.join(f'{value:+.3f}' for value in differences)} (n={len(differences)}, no verdict)"
-    return f"{statistics.mean(differences):+.3f} ({found[0]:+.3f} to {found[1]:+.3f}, n={len(differences)})"
+    return f"{statistics.mean(differences):+.3f} ({low:+.3f} to {high:+.3f}, n={len(differences)})"
 
 
 def mean_of(values: Iterable[float]) -> str:
@@ -294,7 +293,7 @@ def page(runs: list[Run], notes: list[str], pairs: list[Pair], with_changes: boo
         made |= {each.pair for each in found}
         rows = [[*each.names, *[mean_of(values) for values in zip(*each.values.values(), strict=True)][::-1],
                  difference_of(apart), each.pair[high < 0] if low * high > 0 else ""]
-                for each in found for apart in [[*each.apart.values()]] for low, high in [interval(apart) or (0, 0)]]
+                for each in found for apart in [[*each.apart.values()]] for low, high in [interval(apart)]]
         tables += ["", f"## {heading(measure)}", "", f"Held fixed: {fixed}." + (mixed and f" Several: {mixed}."),
                    *table(["variant", *(f"step {step:,}" for step in steps)],
                           [[name, *(score_at(step, variants[name]) for step in steps)] for name in names
@@ -321,11 +320,8 @@ def page(runs: list[Run], notes: list[str], pairs: list[Pair], with_changes: boo
 # ---- the figure -----------------------------------------------------------------------------------------------------
 
 
-def draw(runs: list[Run], pairs: list[Pair]) -> "Figure":
+def draw(runs: list[Run], pairs: list[Pair]) -> Figure:
     """Draws losses, scores and differences; of each pair by the measure that was taken at the most places."""
-    from matplotlib.figure import Figure  # slow: --help needs none
-    from matplotlib.ticker import LogFormatter
-
     groups, trained = by_measure(runs), [run for run in runs if run.get("losses")]
     best = {pair: max(groups, key=lambda measure: len([*compared(groups[measure], pair)])) for pair in pairs if groups}
     found = [each for pair, measure in best.items() for each in compared(groups[measure], pair)]
@@ -353,7 +349,7 @@ def draw(runs: list[Run], pairs: list[Pair]) -> "Figure":
     for plot, panel in zip(figure.axes[columns - len(panels):], panels, strict=True):
         plot.axvline(0, color="gray", linewidth=0.8)
         for number, each in enumerate(panel):
-            low, high = interval([*each.apart.values()]) or (0, 0)
+            low, high = interval([*each.apart.values()])
             plot.errorbar(statistics.mean(each.apart.values()), number, xerr=(high - low) / 2, fmt="o", color="C0",
                           markersize=4, fillstyle="full" if low < high else "none")
         plot.set(xlabel="difference, below 0 the first is better\nbar: 95 % interval; open: n < 3",
