@@ -316,12 +316,15 @@ def draw(runs: list[Run], pairs: list[Pair]) -> Figure:
     panels = [panel for axis in AXES if (panel := [each for each in found if each.axis == axis])]
     columns, height = bool(trained) + 1 + len(panels), max([4, *(1.3 + 0.16 * len(panel) for panel in panels)])
     figure = Figure(figsize=(4.8 * columns, height), layout="constrained", dpi=110)
-    *losses, scores = figure.subplots(1, columns, squeeze=False)[0][:columns - len(panels)]
-    for plot, run in itertools.product(losses, trained):
-        plot.plot(*zip(*((row["step"], row["loss"]) for row in run["losses"]), strict=True), linewidth=0.8,
-                  label=name_of(run)[:-1])
-        plot.set(xlabel="step", ylabel="training loss (a routed run's is higher)")
-        plot.legend(fontsize="x-small")
+    plots = iter(figure.subplots(1, columns, squeeze=False)[0])
+    if trained:
+        losses = next(plots)
+        for run in trained:
+            losses.plot([row["step"] for row in run["losses"]], [row["loss"] for row in run["losses"]], linewidth=0.8,
+                        label=name_of(run)[:-1])
+        losses.set(xlabel="step", ylabel="training loss (a routed run's is higher)")
+        losses.legend(fontsize="x-small")
+    scores = next(plots)
     for measure, name in shown:
         curves = [*groups[measure].get(name, {}).values()]
         steps = [step for step in next(iter(curves), {}) if all(step in curve for curve in curves)]
@@ -332,7 +335,7 @@ def draw(runs: list[Run], pairs: list[Pair]) -> Figure:
     scores.set(xlabel=AXES["images"], ylabel="distance: mean ± standard deviation", yscale="log")
     scores.yaxis.set(major_formatter=LogFormatter(), minor_formatter=LogFormatter())
     figure.legend(*scores.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="x-small")
-    for plot, panel in zip(figure.axes[columns - len(panels):], panels, strict=True):
+    for plot, panel in zip(plots, panels, strict=True):
         plot.axvline(0, color="gray", linewidth=0.8)
         for number, each in enumerate(panel):
             low, high = interval(each.apart.values())
