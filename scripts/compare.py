@@ -17,16 +17,16 @@ import math
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter
 from numpy import interp
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from scipy.special import stdtrit
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from dit import multiply_adds
@@ -38,12 +38,17 @@ from weights import checkpoints
 from weights.records import build_network, build_schedule
 
 AXES = {"images": "images seen", "seconds": "seconds of training", "flops": "training FLOPs"}
-# What a row says of when, where and from which weights it was computed; all else in it is what was measured.
-WHERE = {"commit", "device", "batch_size", "processes", "finished", "source.step", "source.weights_sha256",
-         "source.in_training", "source.compiled", "source.evaluations", "extractor.weights"}
+# What a row says of when, where and from which weights it was computed. The run and the step name the checkpoint, whose
+# path is one of this machine. All else in a row, and its guidance, is what was measured.
+WHERE = ("commit.", "device.", "batch_size.", "processes.", "finished.", "versions.", "source.step.",
+         "source.weights_sha256.", "source.in_training.", "source.compiled.", "source.evaluations.",
+         "source.multiply_adds.", "extractor.weights.")
+LEFT_OUT = ("metrics.", "images.", "summary.", "tag.", "seconds.", "source.checkpoint.", "source.guidance.")
 # Named where a table mixes them. Before November 2026 several exports of one network scored a study.
 NAMED = ("commit", "device", "versions.torch", "extractor_sha256")
 MARK = "<!-- by scripts/compare.py -->\n"
+HEAD = ("Mean ± standard deviation over n seeds (of n − 1); lower is better. A variant is lower if the 95 % t interval "
+        "of the paired differences excludes 0. Between two scores, values are interpolated on a log scale.")
 
 Run = dict[str, Any]            # variant, seed, step, steps, settings by dotted key, history, scores, losses
 Score = dict[str, Any]          # step, images, flops, value, precision, recall; measure, where: texts by dotted key
@@ -58,8 +63,7 @@ def read_run(variant: str, folder: Path) -> Run:
     """Reads a run's newest meta.json, its scores and its losses; raises ValueError for rows that are not of a run."""
     newest, results = checkpoints.read_latest(folder, names=()), folder / "results.jsonl"
     if newest is None:
-        raise ValueError(f"{folder} has no checkpoint, and rows without their run are not compared: give folders of "
-                         f"runs, or files that compare.py has written, without a name.")
+        raise ValueError(f"{folder} has no checkpoint: give folders of runs, or files by compare.py, without a name.")
     with as_recorded(newest[0] / "meta.json"):
         meta = newest[1]
         with torch.device("meta"):
@@ -73,13 +77,13 @@ def read_run(variant: str, folder: Path) -> Run:
                "history": meta["history"], "scores": [], "losses": read_rows(folder / "metrics.jsonl")}
     with as_recorded(results):
         for row in read_rows(results):
-            step, score = row["source"]["step"], score_of(row)
-            if step > run["step"] == run["steps"]:
-                raise ValueError(f"{results} has a score of step {step}, and its run ended at step {run['step']}: move "
-                                 f"that row away.")
-            run["scores"] += [score | {
-                "step": step, "images": step * meta["batch_size"], "flops": meta["batch_size"] * sum(
-                    count * flops(routes) for routes, count in schedule.counts(step).items())}] if score else []
+            if (step := row["source"]["step"]) > run["step"] == run["steps"]:
+                raise ValueError(f"{results} has a score of step {step} of a run that ended at step {run['step']}: "
+                                 f"move that row away.")
+            if score := score_of(row):
+                run["scores"].append(score | {
+                    "step": step, "images": step * meta["batch_size"], "flops": meta["batch_size"] * sum(
+                        count * flops(routes) for routes, count in schedule.counts(step).items())})
     return run
 
 
@@ -88,23 +92,19 @@ def score_of(row: dict[str, Any]) -> Score:
 
     A row without a Fréchet distance, by which runs are compared, gives {}.
     """
-    metrics, source = row["metrics"], row["source"]
+    metrics = row["metrics"]
     distance = next((metric for metric in metrics if metric == "fid" or metric.startswith("fd_")), None)
     if distance is None:
         return {}
-    # The run and the step name the checkpoint; its path is one of this machine.
-    facts = {key: value for key, value in row.items() if key not in ("metrics", "images", "summary", "tag", "seconds")}
-    facts["source"] = {key: value for key, value in source.items() if key not in ("guidance", "checkpoint")}
-    flat = {key: as_text(value) for key, value in leaves(facts).items()}
-    if flat.get("reference.sha256", "null") != "null":      # known by its content
-        flat.pop("reference.path", None)
-    where = {key: flat.pop(key) for key in [*flat] if key in WHERE or key.startswith(
-        ("versions.", "source.multiply_adds."))}
-    guidance = ", ".join(f"{key} {as_text(value)}" for key, value in (source.get("guidance") or {}).items()
+    facts = {key: as_text(value) for key, value in leaves(row).items() if not f"{key}.".startswith(LEFT_OUT)}
+    if facts.get("reference.sha256", "null") != "null":     # known by its content
+        facts.pop("reference.path", None)
+    where = {key: facts.pop(key) for key in [*facts] if f"{key}.".startswith(WHERE)}
+    guidance = ", ".join(f"{key} {as_text(value)}" for key, value in (row["source"].get("guidance") or {}).items()
                          if value is not None and value is not False)
     return {"value": metrics[distance], "precision": metrics.get("precision"), "recall": metrics.get("recall"),
             "measure": {"metric": distance, "num_samples": str(row["images"]), "guidance": guidance or "unguided",
-                        **flat}, "where": where}
+                        **facts}, "where": where}
 
 
 def read_file(path: Path) -> list[Run]:
@@ -137,23 +137,20 @@ def comparable(runs: list[Run]) -> tuple[list[Run], list[str]]:
     A variant's runs differ in the seed alone, and none of them was resumed with other settings.
     """
     first: dict[str, Run] = {}
-    finished, notes, names = [], [], [*map(name_of, runs)]
+    notes, names = [], [*map(name_of, runs)]
     for name, run in zip(names, runs, strict=True):
         before = first.setdefault(run["variant"], run)
         if apart := differing(before, run, "steps"):
-            raise ValueError(f"{name_of(before)} and {name} differ in {apart[0]}: runs of one variant differ in the "
-                             f"seed alone, so give them two names.")
+            raise ValueError(f"{name_of(before)} and {name} differ in {apart[0]}, not only in seed: name them apart.")
         if names.count(name) > 1:
             raise ValueError(f"{name} is given twice, and pairs are of one seed: leave one of them out.")
-        for text in (text for entry in run["history"] for key, text in entry.get("changed", {}).items()
-                     if key != "world"):
-            raise ValueError(f"{name} was resumed with another setting ({text}): train it anew, or leave it out.")
-        is_left_out = run["step"] < run["steps"] and "losses" in run
+        if changed := [text for entry in run["history"] for key, text in entry.get("changed", {}).items()
+                       if key != "world"]:
+            raise ValueError(f"{name} was resumed with another setting ({changed[0]}): train it anew, or leave it out.")
         if run["step"] < run["steps"]:
-            notes.append(f"{'Left out' if is_left_out else 'Recorded unfinished'}: {name} which has taken "
+            notes.append(f"{'Left out' if 'losses' in run else 'Recorded unfinished'}: {name} which has taken "
                          f"{run['step']} of {run['steps']} steps.")
-        finished += [] if is_left_out else [run]
-    return finished, notes
+    return [run for run in runs if run["step"] >= run["steps"] or "losses" not in run], notes
 
 
 def by_measure(runs: list[Run]) -> dict[Measure, dict[str, Curves]]:
@@ -162,20 +159,15 @@ def by_measure(runs: list[Run]) -> dict[Measure, dict[str, Curves]]:
     for run in runs:
         for score in sorted(run["scores"], key=lambda score: score["step"]):
             curve = groups[frozenset(score["measure"].items())][run["variant"]][run["seed"]]
-            seconds = {"seconds": run["sec_per_step"] * score["step"]} if "sec_per_step" in run else {}
-            before = curve.setdefault(score["step"], score | seconds)
+            seconds = run.get("sec_per_step", 0) * score["step"]
+            before = curve.setdefault(score["step"], score | {"seconds": seconds})
             if before["value"] != score["value"]:
-                raise ValueError(f"{name_of(run)} has two scores at step {score['step']} ({score['measure']['metric']} "
-                                 f"{before['value']:g} and {score['value']:g}) that differ in nothing that was asked "
-                                 f"for: move one row out of its results.jsonl.")
+                raise ValueError(f"{name_of(run)} has two scores at step {score['step']} of one measure "
+                                 f"({before['value']:g} and {score['value']:g}): move a row out of its results.jsonl.")
     return dict(sorted(groups.items(), key=lambda group: sorted(group[0])))
 
 
 # ---- pairs ----------------------------------------------------------------------------------------------------------
-
-
-def name_of_pair(pair: Pair) -> str:
-    return " − ".join(reversed(pair))
 
 
 class Difference(NamedTuple):
@@ -195,7 +187,7 @@ class Difference(NamedTuple):
     def names(self) -> list[str]:
         """Names the pair, the axis and the place."""
         place = f"{self.place:.3g}" if self.axis == "flops" else f"{self.place:,.0f}"
-        return [name_of_pair(self.pair), AXES[self.axis], place]
+        return [" − ".join(reversed(self.pair)), AXES[self.axis], place]
 
 
 def compared(variants: dict[str, Curves], pair: Pair) -> Iterator[Difference]:
@@ -209,11 +201,10 @@ def compared(variants: dict[str, Curves], pair: Pair) -> Iterator[Difference]:
         return float(interp(math.log(place), [*map(math.log, line)], [*line.values()]))
 
     first, second = (variants.get(name, {}) for name in pair)
-    seeds = [seed for seed in first if seed in second]
     for axis in AXES:
         lines = {seed: [{score[axis]: score["value"] for score in side[seed].values() if score.get(axis)}
-                        for side in (first, second)] for seed in seeds}
-        images = {score.get(axis): score["images"] for seed in seeds for score in second[seed].values()}
+                        for side in (first, second)] for seed in first if seed in second}
+        images = {score.get(axis): score["images"] for seed in lines for score in second[seed].values()}
         for place in sorted({place for sides in lines.values() for line in sides for place in line}):
             values = {seed: (on_line(one), on_line(other)) for seed, (one, other) in lines.items()
                       if one and other and max(min(one), min(other)) <= place <= min(max(one), max(other))}
@@ -221,28 +212,26 @@ def compared(variants: dict[str, Curves], pair: Pair) -> Iterator[Difference]:
                 yield Difference(pair, axis, place, images.get(place), values)
 
 
-def interval(differences: Sequence[float]) -> tuple[float, float] | None:
-    """Returns the two-sided 95 % t interval of the mean difference; None for fewer than three."""
+def interval(differences: Collection[float]) -> tuple[float, float]:
+    """Returns the two-sided 95 % t interval of the mean difference; NaN for fewer than three."""
     if (n := len(differences)) < 3:
-        return None
-    from scipy import stats  # slow: takes half a second
-
-    mean, half = statistics.mean(differences), stats.t.ppf(0.975, n - 1) * statistics.stdev(differences) / math.sqrt(n)
+        return math.nan, math.nan
+    mean, half = statistics.mean(differences), stdtrit(n - 1, 0.975) * statistics.stdev(differences) / math.sqrt(n)
     return float(mean - half), float(mean + half)
 
 
 # ---- the page -------------------------------------------------------------------------------------------------------
 
 
-def difference_of(differences: Sequence[float]) -> str:
+def difference_of(differences: Collection[float]) -> str:
     """Writes the mean difference with its interval, or each difference where they are too few for one."""
-    if (found := interval(differences)) is None:
+    low, high = interval(differences)
+    if math.isnan(low):
         return f"{', '.join(f'{value:+.3f}' for value in differences)} (n={len(differences)}, no verdict)"
-    return f"{statistics.mean(differences):+.3f} ({found[0]:+.3f} to {found[1]:+.3f}, n={len(differences)})"
+    return f"{statistics.mean(differences):+.3f} ({low:+.3f} to {high:+.3f}, n={len(differences)})"
 
 
-def mean_of(values: Iterable[float]) -> str:
-    values = [*values]
+def mean_of(values: Collection[float]) -> str:
     spread = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):.3f}{spread} (n={len(values)})" if values else ""
 
@@ -250,7 +239,7 @@ def mean_of(values: Iterable[float]) -> str:
 def score_at(step: int, curves: Curves) -> str:
     """Writes the mean distance at a step and, where they were measured, mean precision and recall."""
     scores = [curve[step] for curve in curves.values() if step in curve]
-    return mean_of(score["value"] for score in scores) + "".join(
+    return mean_of([score["value"] for score in scores]) + "".join(
         f" {name[0].upper()} {statistics.mean(score[name] for score in scores):.3f}"
         for name in ("precision", "recall") if scores and all(score.get(name) is not None for score in scores))
 
@@ -264,68 +253,61 @@ def table(columns: list[str], rows: list[list[str]]) -> list[str]:
     return ["", *(f"| {' | '.join(row)} |" for row in [columns, ["---"] * len(columns), *rows])] if rows else []
 
 
-def changes(found: list[Difference], pairs: list[Pair]) -> list[list[str]]:
+def row_of(each: Difference) -> list[str]:
+    """Writes both means at a place, their difference and, where the interval excludes 0, the variant that is lower."""
+    first, second = zip(*each.values.values(), strict=True)
+    low, high = interval(each.apart.values())
+    return [*each.names, mean_of(second), mean_of(first), difference_of(each.apart.values()),
+            each.pair[high < 0] if low * high > 0 else ""]
+
+
+def changes(found: list[list[Difference]]) -> list[list[str]]:
     """Lists by how much the difference changes from each pair to each later one, of the same seed.
 
     The places of two pairs are those where their second variants had seen as many images.
     """
-    places = {(each.pair, each.axis, each.images): each for each in found}
-    rows = []
-    for one, other in itertools.combinations(pairs, 2):
-        for here in (each for each in found if each.pair == one and each.images):
-            there = places.get((other, here.axis, here.images))
-            before, after = here.apart, there.apart if there else {}
-            if change := [after[seed] - before[seed] for seed in before if seed in after]:
-                rows.append([name_of_pair(one), name_of_pair(other), here.names[1], f"{here.images:,}",
-                             difference_of(change)])
-    return rows
+    return [[here.names[0], there.names[0], here.names[1], f"{here.images:,}", difference_of(change)]
+            for one, other in itertools.combinations(found, 2) for here, there in itertools.product(one, other)
+            if here.images and (here.axis, here.images) == (there.axis, there.images)
+            if (change := [there.apart[seed] - before for seed, before in here.apart.items() if seed in there.apart])]
 
 
 def page(runs: list[Run], notes: list[str], pairs: list[Pair], with_changes: bool) -> str:
     """Writes Markdown: what pairs differ in; for each measure what is held fixed, the scores and the differences."""
-    names, tables, made = [*dict.fromkeys(run["variant"] for run in runs)], [], set()
-    for measure, variants in by_measure(runs).items():
+    groups, tables = by_measure(runs), []
+    for measure, variants in groups.items():
         fixed = ", ".join(f"{name.removeprefix('source.')} {value[:8] if 'sha256' in name else value}"
                           for name, value in sorted(measure) if value != "null")
         scores = [score for curves in variants.values() for curve in curves.values() for score in curve.values()]
         mixed = ", ".join(name for name in NAMED if len({score["where"].get(name) for score in scores}) > 1)
         steps = sorted({score["step"] for score in scores})
-        found = [each for pair in pairs for each in compared(variants, pair)]
-        made |= {each.pair for each in found}
-        rows = [[*each.names, *[mean_of(values) for values in zip(*each.values.values(), strict=True)][::-1],
-                 difference_of(apart), each.pair[high < 0] if low * high > 0 else ""]
-                for each in found for apart in [[*each.apart.values()]] for low, high in [interval(apart) or (0, 0)]]
+        found = [[*compared(variants, pair)] for pair in pairs]
         tables += ["", f"## {heading(measure)}", "", f"Held fixed: {fixed}." + (mixed and f" Several: {mixed}."),
                    *table(["variant", *(f"step {step:,}" for step in steps)],
-                          [[name, *(score_at(step, variants[name]) for step in steps)] for name in names
-                           if name in variants]),
-                   *table(["a − b", "at equal", "", "a", "b", "difference (95 %)", "lower"], rows),
+                          [[name, *(score_at(step, curves) for step in steps)] for name, curves in variants.items()]),
+                   *table(["a − b", "at equal", "", "a", "b", "difference (95 %)", "lower"],
+                          [row_of(each) for differences in found for each in differences]),
                    *table(["change from", "to", "at equal", "images seen", "change (95 %)"],
-                          changes(found, pairs) if with_changes else [])]
-    for pair in pairs:
-        one, other = ([run for run in runs if run["variant"] == name] for name in pair)
-        settings = differing(one[0], other[0], "steps", "init_from", "data.path")
-        notes = [*notes, f"{' and '.join(pair)} differ in {', '.join(settings) or 'no setting'}."]
-        if pair not in made:
-            keys = itertools.product(*([score["measure"].items() for run in side for score in run["scores"]]
-                                       for side in (one, other)))
-            apart = min(({name for name, _ in here ^ there} for here, there in keys), key=len, default=set())
-            notes.append(f"Not compared: scores of {' and '.join(pair)}, which differ in "
+                          changes(found) if with_changes else [])]
+    first = {run["variant"]: run for run in reversed(runs)}
+    for one, other in pairs:
+        settings = differing(first[one], first[other], "steps", "init_from", "data.path")
+        notes = [*notes, f"{one} and {other} differ in {', '.join(settings) or 'no setting'}."]
+        if not any([*compared(variants, (one, other))] for variants in groups.values()):
+            sides = ([measure for measure, variants in groups.items() if name in variants] for name in (one, other))
+            apart = min(({name for name, _ in here ^ there} for here, there in itertools.product(*sides)), key=len,
+                        default=set())
+            notes.append(f"Not compared: scores of {one} and {other}, which differ in "
                          f"{', '.join(sorted(apart)) or 'seeds or steps'}.")
-    return "\n".join([f"{MARK}# {', '.join(names)}", "", *(f"* {note}" for note in dict.fromkeys(notes)), "",
-                      "Mean ± standard deviation over n seeds (of n − 1); lower is better. A variant is lower if the "
-                      "95 % t interval of the paired differences excludes 0. Between two scores, values are "
-                      "interpolated on a log scale.", *tables]) + "\n"
+    return "\n".join([f"{MARK}# {', '.join(dict.fromkeys(run['variant'] for run in runs))}", "",
+                      *(f"* {note}" for note in notes), "", HEAD, *tables]) + "\n"
 
 
 # ---- the figure -----------------------------------------------------------------------------------------------------
 
 
-def draw(runs: list[Run], pairs: list[Pair]) -> "Figure":
+def draw(runs: list[Run], pairs: list[Pair]) -> Figure:
     """Draws losses, scores and differences; of each pair by the measure that was taken at the most places."""
-    from matplotlib.figure import Figure  # slow: --help needs none
-    from matplotlib.ticker import LogFormatter
-
     groups, trained = by_measure(runs), [run for run in runs if run.get("losses")]
     best = {pair: max(groups, key=lambda measure: len([*compared(groups[measure], pair)])) for pair in pairs if groups}
     found = [each for pair, measure in best.items() for each in compared(groups[measure], pair)]
@@ -334,12 +316,15 @@ def draw(runs: list[Run], pairs: list[Pair]) -> "Figure":
     panels = [panel for axis in AXES if (panel := [each for each in found if each.axis == axis])]
     columns, height = bool(trained) + 1 + len(panels), max([4, *(1.3 + 0.16 * len(panel) for panel in panels)])
     figure = Figure(figsize=(4.8 * columns, height), layout="constrained", dpi=110)
-    *losses, scores = figure.subplots(1, columns, squeeze=False)[0][:columns - len(panels)]
-    for plot, run in itertools.product(losses, trained):
-        plot.plot(*zip(*((row["step"], row["loss"]) for row in run["losses"]), strict=True), linewidth=0.8,
-                  label=name_of(run)[:-1])
-        plot.set(xlabel="step", ylabel="training loss (a routed run's is higher)")
-        plot.legend(fontsize="x-small")
+    plots = iter(figure.subplots(1, columns, squeeze=False)[0])
+    if trained:
+        losses = next(plots)
+        for run in trained:
+            losses.plot([row["step"] for row in run["losses"]], [row["loss"] for row in run["losses"]], linewidth=0.8,
+                        label=name_of(run)[:-1])
+        losses.set(xlabel="step", ylabel="training loss (a routed run's is higher)")
+        losses.legend(fontsize="x-small")
+    scores = next(plots)
     for measure, name in shown:
         curves = [*groups[measure].get(name, {}).values()]
         steps = [step for step in next(iter(curves), {}) if all(step in curve for curve in curves)]
@@ -350,10 +335,10 @@ def draw(runs: list[Run], pairs: list[Pair]) -> "Figure":
     scores.set(xlabel=AXES["images"], ylabel="distance: mean ± standard deviation", yscale="log")
     scores.yaxis.set(major_formatter=LogFormatter(), minor_formatter=LogFormatter())
     figure.legend(*scores.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="x-small")
-    for plot, panel in zip(figure.axes[columns - len(panels):], panels, strict=True):
+    for plot, panel in zip(plots, panels, strict=True):
         plot.axvline(0, color="gray", linewidth=0.8)
         for number, each in enumerate(panel):
-            low, high = interval([*each.apart.values()]) or (0, 0)
+            low, high = interval(each.apart.values())
             plot.errorbar(statistics.mean(each.apart.values()), number, xerr=(high - low) / 2, fmt="o", color="C0",
                           markersize=4, fillstyle="full" if low < high else "none")
         plot.set(xlabel="difference, below 0 the first is better\nbar: 95 % interval; open: n < 3",
@@ -373,8 +358,7 @@ def refuse_to_replace(out: str, runs: list[Run]) -> None:
         raise ValueError(f"out={out} would replace files that compare.py did not write: set another.")
     for run in read_file(rows) if rows.exists() else ():
         if run["scores"] and name_of(run) not in map(name_of, runs):
-            raise ValueError(f"{rows} has scores of {name_of(run)} which is not given: add {rows} to the runs, or set "
-                             f"another out=.")
+            raise ValueError(f"{rows} has scores of {name_of(run)} which is not given: add it, or set another out=.")
 
 
 @program

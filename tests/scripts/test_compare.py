@@ -84,8 +84,8 @@ def test_a_killed_run_takes_no_part_and_rows_without_a_run_are_refused(runs, tmp
     shutil.copytree(runs / "dit-0", tmp_path / "longer")      # a folder whose former run was longer
     row = read_rows(runs / "dit-0/results.jsonl")[-1]
     append_row(tmp_path / "longer/results.jsonl", row | {"source": row["source"] | {"step": 6}})
-    for path, why in (("longer", "has a score of step 6, and its run ended at step 4: move"),
-                      ("run", "has no checkpoint, and rows without their run"),
+    for path, why in (("longer", "has a score of step 6 of a run that ended at step 4: move"),
+                      ("run", "has no checkpoint: give folders"),
                       ("run/results.jsonl", "is not as compare.py has written it: copy it again"),
                       ("x.jsonl", "is not as compare.py has written it: copy it again")):
         with pytest.raises(SystemExit, match=why):
@@ -133,7 +133,7 @@ def test_each_set_of_settings_has_its_own_table_and_two_scores_of_one_set_are_re
                          for name in ("ema", "ema-0.99")]
     assert page(*runs).count("| b − a | images seen | 8 | 10.000 ± 0.000 (n=3) | 10.010 ± 0.000 (n=3) | -0.010") == 2
     runs[0]["scores"].append(runs[0]["scores"][0] | {"value": 3.0})
-    with pytest.raises(ValueError, match=r"a, seed 0, has two scores at step 1 \(fd_x 10.01 and 3\) that differ in no"):
+    with pytest.raises(ValueError, match=r"a, seed 0, has two scores at step 1 of one measure \(10.01 and 3\)"):
         page(*runs)
 
 
@@ -141,7 +141,7 @@ def test_each_set_of_settings_has_its_own_table_and_two_scores_of_one_set_are_re
     (of("a", 0, settings={"optimizer.lr": 1}), "a, seed 0, is given twice"),
     (of("a", 1, settings={"seed": 1, "optimizer.lr": 2, "name": "y", "data.path": "y"}), r"optimizer.lr \(1 and 2\)"),
     (of("a", 1, settings={"optimizer.lr": 1, "steps": 8}), "differ in steps"),
-    (of("a", 1, settings={"optimizer.lr": 1, "label_dropout": 0}), r"label_dropout \(<not set> and 0\): runs of one"),
+    (of("a", 1, settings={"optimizer.lr": 1, "label_dropout": 0}), r"label_dropout \(<not set> and 0\), not only"),
 ])
 def test_runs_of_one_variant_differ_in_the_seed_alone(other, says):
     first = of("a", 0, settings={"optimizer.lr": 1, "name": "x", "data.path": "x"})
