@@ -162,15 +162,18 @@ def make_network(cfg: BenchmarkSettings, variant: str, device: torch.device | st
 
 
 def make_step(
-    accelerator: Accelerator, objective: DiffusionLoss, how: speed.Compile, num_parts: int = 1, *,
+    accelerator: Accelerator, objective: DiffusionLoss, how: speed.Compile, *, float8: bool = False,
     sharded: bool = False, label_dropout: float = 0.1, **optimizer: Any,
 ) -> Callable[[Tensor, Tensor, Mapping[str, Tensor]], tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Wraps an objective as train.py does; returns its step, a function of latents, labels and extra arrays."""
+    if float8:
+        speed.multiply_in_float8(objective.net)
     libraries.compile_blocks(objective.net, how)
     called = speed.replicate(accelerator, objective, sharded)
     prepared = accelerator.prepare(build_optimizer(trained_parameters(objective), **optimizer))
-    return partial(train.train_step, accelerator, called, objective, prepared, num_parts=num_parts,
-                   label_dropout=label_dropout, clip_norm=None, cuda_graphs=how == "reduce-overhead")
+    return partial(train.train_step, accelerator, called, objective, prepared, label_dropout=label_dropout,
+                   clip_norm=None, num_parts=accelerator.gradient_accumulation_steps,
+                   cuda_graphs=how == "reduce-overhead")
 
 
 def make_training(cfg: BenchmarkSettings, accelerator: Accelerator, variant: str, x: Tensor, y: Tensor) -> Work:
@@ -178,12 +181,9 @@ def make_training(cfg: BenchmarkSettings, accelerator: Accelerator, variant: str
     torch.manual_seed(0)
     net = make_network(cfg, variant, accelerator.device)
     average = train.trained_weights(copy.deepcopy(net))
-    if cfg.precision == "fp8":
-        speed.multiply_in_float8(net)
-    weights = train.trained_weights(net)
-    step = make_step(accelerator, DiffusionLoss(net, EDM()), cfg.compile, cfg.grad_accum_steps,
+    step = make_step(accelerator, DiffusionLoss(net, EDM()), cfg.compile, float8=cfg.precision == "fp8",
                      **cfg.optimizer.model_dump(exclude={"warmup_steps", "schedule", "clip_norm"}))
-    sums, numbers = Sums(accelerator.device), itertools.count()
+    weights, sums, numbers = train.trained_weights(net), Sums(accelerator.device), itertools.count()
 
     def take_steps(count: int) -> None:
         for number in itertools.islice(numbers, count):
