@@ -44,7 +44,7 @@ from training.run_record import network_record
 from training.settings import AdamWSettings, ModelSettings, MuonSettings
 from weights.records import build_network
 
-Work = Callable[[int], object]  # does what is timed, so many times
+Work = Callable[[], object]     # what is timed: a step, or sampling a batch
 ATTENTION = {"flash": SDPBackend.FLASH_ATTENTION, "flash3": SDPBackend.FLASH_ATTENTION,
              "cudnn": SDPBackend.CUDNN_ATTENTION}
 SQUARES = {"cpu": (1024, 2048), "cuda": (4096, 8192, 16384)}    # sides of the matrices that are multiplied
@@ -84,16 +84,9 @@ def seconds_of(device: torch.device, work: Work, count: int = 1) -> float:
         return time.perf_counter()
 
     began = now()
-    work(count)
+    for _ in range(count):
+        work()
     return (now() - began) / count
-
-
-def repeated(call: Callable[[], object]) -> Work:
-    def work(count: int) -> None:
-        for _ in range(count):
-            call()
-
-    return work
 
 
 def matmul_flops(device: torch.device, precision: speed.Precision) -> dict[str, float]:
@@ -105,8 +98,8 @@ def matmul_flops(device: torch.device, precision: speed.Precision) -> dict[str, 
     dtype = torch.bfloat16 if precision == "fp8" else DTYPES[precision]
     for side in SQUARES[device.type]:
         a, b = torch.randn((2, side, side), device=device, dtype=dtype)
-        multiply = repeated(partial(torch.mm, a, b))
-        multiply(1)
+        multiply = partial(torch.mm, a, b)
+        multiply()
         rates[str(side)] = 2 * side**3 / seconds_of(device, multiply, repeats)
     return rates
 
@@ -126,24 +119,24 @@ def time_in_turn(
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         works[name] = make()
-        rows[name] = {"variant": name, "images": images, "ranks": accelerator.num_processes,
+        rows[name] = {"variant": name, "images": images, "ranks": accelerator.num_processes, "rounds s": [],
                       "first s": seconds_of(device, works[name])}
-        works[name](cfg.warmup)
+        for _ in range(cfg.warmup):
+            works[name]()
         rows[name]["peak GiB"] = train.peak_memory_gib(device) - others / 2**30
 
-    taken: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(cfg.rounds):
         for name, work in works.items():
             accelerator.wait_for_everyone()
-            taken[name].append(seconds_of(device, work, cfg.steps))
+            rows[name]["rounds s"].append(seconds_of(device, work, cfg.steps))
         products.append(matmul_flops(device, cfg.precision))
     rates = {side: median(each[side] for each in products) for side in products[0]}
     for name, row in rows.items():
-        row |= {"images/s": images / median(taken[name]), "s": median(taken[name]), "rounds s": taken[name]}
+        seconds, network = median(row["rounds s"]), name.removeprefix("official ")
+        row |= {"images/s": images / seconds, "s": seconds}
         for what, other in (("dense", "dit"), ("official", f"official {name}")):
-            if other in taken and not name.startswith("official"):
-                row[f"over {what}"] = median(map(float.__truediv__, taken[other], taken[name]))  # within a round
-        network = name.removeprefix("official ")
+            if other in rows and not name.startswith("official"):  # a ratio of each round
+                row[f"over {what}"] = median(map(float.__truediv__, rows[other]["rounds s"], row["rounds s"]))
         rate = flops[network] * row["images/s"] / row["ranks"]
         row |= {"GFLOP/image": flops[network] / 1e9, "FLOP ratio": flops["dit"] / flops[network],
                 "TFLOP/s a rank": rate / 1e12, "MFU": rate / max(rates.values())}
@@ -154,7 +147,7 @@ def time_in_turn(
 
 
 def make_network(cfg: BenchmarkSettings, variant: str, device: torch.device | str) -> DiT:
-    model = ModelSettings.model_construct(**{name: getattr(cfg, name) for name in ModelSettings.model_fields})
+    model = ModelSettings(**cfg.model_dump(include={*ModelSettings.model_fields}))
     network = network_record(model, (CHANNELS, 0, 0), NUM_CLASSES)
     network["input_size"] = math.isqrt(cfg.tokens) * network["patch_size"]
     with torch.device(device):
@@ -162,36 +155,35 @@ def make_network(cfg: BenchmarkSettings, variant: str, device: torch.device | st
 
 
 def make_step(
-    accelerator: Accelerator, objective: DiffusionLoss, how: speed.Compile, num_parts: int = 1, *,
+    accelerator: Accelerator, objective: DiffusionLoss, how: speed.Compile, *, float8: bool = False,
     sharded: bool = False, label_dropout: float = 0.1, **optimizer: Any,
 ) -> Callable[[Tensor, Tensor, Mapping[str, Tensor]], tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Wraps an objective as train.py does; returns its step, a function of latents, labels and extra arrays."""
+    if float8:
+        speed.multiply_in_float8(objective.net)
     libraries.compile_blocks(objective.net, how)
     called = speed.replicate(accelerator, objective, sharded)
     prepared = accelerator.prepare(build_optimizer(trained_parameters(objective), **optimizer))
-    return partial(train.train_step, accelerator, called, objective, prepared, num_parts=num_parts,
-                   label_dropout=label_dropout, clip_norm=None, cuda_graphs=how == "reduce-overhead")
+    return partial(train.train_step, accelerator, called, objective, prepared, label_dropout=label_dropout,
+                   clip_norm=None, num_parts=accelerator.gradient_accumulation_steps,
+                   cuda_graphs=how == "reduce-overhead")
 
 
 def make_training(cfg: BenchmarkSettings, accelerator: Accelerator, variant: str, x: Tensor, y: Tensor) -> Work:
-    """Sets a variant up; returns a function that takes steps of train.py's loop on one batch."""
+    """Sets a variant up; returns a function that takes a step of train.py's loop, always on one batch."""
     torch.manual_seed(0)
     net = make_network(cfg, variant, accelerator.device)
     average = train.trained_weights(copy.deepcopy(net))
-    if cfg.precision == "fp8":
-        speed.multiply_in_float8(net)
-    weights = train.trained_weights(net)
-    step = make_step(accelerator, DiffusionLoss(net, EDM()), cfg.compile, cfg.grad_accum_steps,
+    step = make_step(accelerator, DiffusionLoss(net, EDM()), cfg.compile, float8=cfg.precision == "fp8",
                      **cfg.optimizer.model_dump(exclude={"warmup_steps", "schedule", "clip_norm"}))
-    sums, numbers = Sums(accelerator.device), itertools.count()
+    weights, sums, numbers = train.trained_weights(net), Sums(accelerator.device), itertools.count()
 
-    def take_steps(count: int) -> None:
-        for number in itertools.islice(numbers, count):
-            torch.manual_seed(train.step_seed(0, number, accelerator.process_index))
-            sums.add(*step(x, y, {}))
-            train.update_ema(average, weights, 0.9999)
+    def take_step() -> None:
+        torch.manual_seed(train.step_seed(0, next(numbers), accelerator.process_index))
+        sums.add(*step(x, y, {}))
+        train.update_ema(average, weights, 0.9999)
 
-    return take_steps
+    return take_step
 
 
 def time_train(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict[str, Any]:
@@ -224,8 +216,11 @@ def time_sample(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict[str, A
     sampler = Sampler(EDM(), cfg.num_steps, None if cfg.scale is None else Guidance(cfg.scale))
     net = make_network(cfg, "dit", accelerator.device).eval()
     libraries.compile_blocks(net, cfg.compile)
-    sample = repeated(lambda: [*generate(accelerator, net, sampler, lambda latents: latents, seeds, labels,
-                                         batch_size=cfg.batch_size, precision=precision)])
+
+    def sample() -> object:
+        return [*generate(accelerator, net, sampler, lambda latents: latents, seeds, labels,
+                          batch_size=cfg.batch_size, precision=precision)]
+
     return time_in_turn(cfg, accelerator, {"dit": lambda: sample}, len(seeds), {"dit": 2.0 * sum(sampler.cost(net))})
 
 
@@ -233,14 +228,11 @@ def time_sample(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict[str, A
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Returns rows in Markdown, with a column of each number; the JSON has the rounds too."""
-    names = [name for name in dict.fromkeys(name for row in rows for name in row) if not name.startswith("rounds")]
-
-    def cell(value: object) -> str:
-        return (f"{value:,.0f}" if value >= 1000 else f"{value:.3g}") if isinstance(value, float) else str(value)
-
-    cells = [names, ["---"] * len(names), *([cell(row.get(name, "–")) for name in names] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+    """Returns a line for each number, with a column for each variant; the JSON has the rounds too."""
+    names = dict.fromkeys(name for row in rows for name in row if name != "rounds s")
+    cells = {name: [row.get(name, "–") for row in rows] for name in names}
+    return "\n".join(f"{name:14}" + "".join(f"{cell:16,.5g}" if isinstance(cell, float) else f"{cell:>16}"
+                                            for cell in cells[name]) for name in names)
 
 
 @command("benchmark", BenchmarkSettings)

@@ -1,12 +1,8 @@
 """Is this machine good for training? Prints a line with numbers for each check: PASS, FAIL or SKIP.
 
-    python scripts/check_gpu.py                          # one GPU; no data, no network
-    torchrun --nproc_per_node 1 scripts/check_gpu.py     # one GPU, with the networks in DDP as on several
-    accelerate launch scripts/check_gpu.py out=gpu.json  # all GPUs of the machine
-    python scripts/check_gpu.py rehearsal=true           # on a CPU, with gloo: the same checks of smaller networks
-
 CHECKS is the list. A check that raises has failed, and the others still run. Exits with 1 if any failed. Numbers are
-compared with those of the CPU in float32, from the same weights and random numbers, within TOLERANCES.
+compared with those of the CPU in float32, from the same weights and random numbers, within TOLERANCES. Commands and
+options: configs/check_gpu.yaml.
 """
 
 import contextlib
@@ -14,11 +10,11 @@ import gc
 import importlib.util
 import io
 import json
+import math
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -48,14 +44,12 @@ from weights.records import build_network
 Precision = speed.Precision | Literal["tf32"]
 # Largest relative differences of loss and gradient norm, over STEPS, from those of the CPU in float32.
 TOLERANCES: dict[Precision, float] = {"fp32": 1e-4, "tf32": 5e-3, "bf16": 3e-2, "fp16": 1e-2, "fp8": 0.15}
-RESUMED = 1e-3          # of the losses of a resumed run in fp32: GPU kernels sum in varying order
 COMPILED: dict[str, speed.Compile] = {"": False, ", compiled": True, ", CUDA graphs": "reduce-overhead"}
 STEPS = 6               # of each comparison with the CPU; the second half is dense
-ADAMW: dict[str, Any] = {"name": "adamw", "lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
-ROUTE = {"selection_ratio": 0.5, "start_layer_idx": 1, "end_layer_idx": -2}
 # Not zeroed as in training, so that every layer has a gradient from the first step.
-NETWORK: dict[str, Any] = dict(input_size=16, patch_size=2, in_channels=4, hidden_size=256, depth=6, num_heads=4,
-                               num_classes=10, routes=[ROUTE], init="xavier")
+NETWORK: dict[str, Any] = dict(
+    input_size=16, patch_size=2, in_channels=4, hidden_size=256, depth=6, num_heads=4, num_classes=10, init="xavier",
+    routes=[dict(selection_ratio=0.5, start_layer_idx=1, end_layer_idx=-2)])
 SMALLER = dict(input_size=8, hidden_size=32, depth=4, num_heads=2)      # of a rehearsal
 IMAGES = 8              # of a rank and part
 
@@ -77,49 +71,39 @@ def require(holds: bool, needs: str) -> None:
         raise Skipped(needs)
 
 
-@dataclass
-class Machine:
-    """What all checks share: where they run, and the networks that they train."""
-
-    rehearsal: bool
-    device: torch.device
-    rank: int
-    world: int
-
-    @property
-    def network(self) -> dict[str, Any]:
-        return NETWORK | (SMALLER if self.rehearsal else {})
-
-    def accelerator(self, precision: Precision, num_parts: int = 1) -> Accelerator:
-        """Joins the ranks in a precision; raises Skipped for one that this machine lacks."""
-        ranks.start_anew({})  # else the precision is that of the last check
-        try:
-            if precision == "fp8":
-                speed.check_float8(self.device)
-            return speed.make_accelerator(
-                "fp32" if precision == "tf32" else precision, num_parts, precision == "tf32", cpu=self.rehearsal)
-        except ValueError as lacking:
-            raise Skipped(str(lacking)) from None
+def start(rehearsal: bool, precision: Precision = "fp32", num_parts: int = 1) -> Accelerator:
+    """Joins the ranks in a precision; raises Skipped for one that this machine lacks."""
+    ranks.start_anew({})  # else the precision is that of the last check
+    try:
+        accelerator = speed.make_accelerator(
+            "fp32" if precision == "tf32" else precision, num_parts, precision == "tf32", cpu=rehearsal)
+        if precision == "fp8":
+            speed.check_float8(accelerator.device)
+    except ValueError as lacking:
+        raise Skipped(str(lacking)) from None
+    return accelerator
 
 
-def require_at_most(most: float, message: str, *measured: float) -> str:
-    """Returns the message with its limit; raises ValueError with it where a measured value exceeds that, or is NaN."""
-    message += f" (at most {most:g})"
-    if not all(value <= most for value in measured):
+def require_close(apart: Mapping[str, float], whose: str, most: float) -> str:
+    """Says how far numbers are from another's; raises ValueError with it where that is more than `most`, or NaN."""
+    message = " and ".join(f"{name} within {value:.1e}" for name, value in apart.items())
+    message += f" of {whose} (at most {most:g})"
+    if not all(value <= most for value in apart.values()):
         raise ValueError(message)
     return message
 
 
-def check_machine(machine: Machine) -> str:
+def check_machine(rehearsal: bool) -> str:
     """Device and versions."""
-    words = f"{machine.world} × {device_name(machine.device)}, torch {torch.__version__}"
-    if machine.device.type == "cuda":
-        found = torch.cuda.get_device_properties(machine.device)
+    accelerator = start(rehearsal)
+    words = f"{accelerator.num_processes} × {device_name(accelerator.device)}, torch {torch.__version__}"
+    if not rehearsal:
+        found = torch.cuda.get_device_properties(accelerator.device)
         words += f", capability {found.major}.{found.minor}, {found.total_memory / 1e9:.0f} GB"
     return words
 
 
-def check_downloads(machine: Machine) -> str:
+def check_downloads(rehearsal: bool) -> str:
     """Names what the pages' commands download or import and is not here, as a node may have no network."""
     needed = {f"{repo} (autoencoder={name})": isinstance(
         try_to_load_from_cache(repo, "diffusion_pytorch_model.safetensors"), str) for name, repo in HUB_NAMES.items()}
@@ -130,6 +114,23 @@ def check_downloads(machine: Machine) -> str:
     missing = [name for name, is_here in needed.items() if not is_here]
     require(not missing, f"not here, so fetch before the network is gone: {', '.join(missing)}")
     return f"{', '.join(needed)} are here"
+
+
+def check_resuming(rehearsal: bool) -> str:
+    """A run of eight steps at once, against one that ends after four and resumes."""
+    require(start(rehearsal).num_processes == 1, "several processes; python scripts/check_gpu.py only=resume has one")
+    losses = {}
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        prepare_latents.main("source=shapes", "shapes.count=64", "resolution=16", "autoencoder=identity",
+                             f"out={folder}/latents")
+        for name, steps in (("once", 8), ("twice", 4), ("twice", 8)):
+            train.main("experiment=quickstart", "batch_size=8", "optimizer.schedule=constant", "samples.every=0",
+                       "log.every=1", "log.trackers=[]", "tf32=false", f"cpu={str(rehearsal).lower()}",
+                       f"data.path={folder}/latents", f"run_dir={folder}/{name}", f"steps={steps}")
+            losses[name] = {row["step"]: row["loss"] for row in files.read_rows(Path(folder, name, "metrics.jsonl"))}
+    apart = max(abs(losses["twice"][step] / losses["once"][step] - 1) for step in range(5, 9))
+    # Not equal, as GPU kernels sum in varying order.
+    return require_close({"losses of steps 5 to 8": apart}, "those without a stop", 1e-3)
 
 
 # ---- the same step on a CPU and here --------------------------------------------------------------------------------
@@ -146,51 +147,45 @@ class GivenLoss(DiffusionLoss):
         return self.diffusion.loss(self.net, x, y, self.routes, sigma, eps, mask_noise=mask_noise), {}
 
 
-def make_batch(network: Mapping[str, Any], count: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Makes random latents (B, C, h, w), labels (B,) and all that a step would sample, on the CPU."""
+def make_batch(network: Mapping[str, Any], count: int) -> dict[str, Tensor]:
+    """Makes random latents x (B, C, h, w), labels y (B,) and all that a step would sample, on the CPU."""
     torch.manual_seed(1)
     side, tokens = network["input_size"], (network["input_size"] // network["patch_size"]) ** 2
     x = torch.randn(count, network["in_channels"], side, side)
-    noise = {"sigma": torch.randn(count).exp(), "eps": torch.randn_like(x), "mask_noise": torch.rand(count, 1, tokens)}
-    return x, torch.arange(count) % network["num_classes"], noise
+    return {"x": x, "y": torch.arange(count) % network["num_classes"], "sigma": torch.randn(count).exp(),
+            "eps": torch.randn_like(x), "mask_noise": torch.rand(count, 1, tokens)}
 
 
 def make_objective(network: dict[str, Any], device: torch.device, sharded: bool = False) -> GivenLoss:
     torch.manual_seed(0)
     net = build_network(network)
-    if sharded:
-        sharding.shard(net, device, torch.float32)
-    schedule = RouteSchedule(net.routes, dense_after=STEPS // 2)
-    return GivenLoss(net if sharded else net.to(device), EDM(), schedule=schedule)
+    net = sharding.shard(net, device, torch.float32) if sharded else net.to(device)
+    return GivenLoss(net, EDM(), schedule=RouteSchedule(net.routes, dense_after=STEPS // 2))
 
 
-def steps_on_cpu(network: dict[str, Any], count: int) -> list[tuple[float, float]]:
-    """Returns loss and gradient norm of STEPS plain steps in float32, without any of train.py's machinery."""
-    objective, (x, y, noise) = make_objective(network, torch.device("cpu")), make_batch(network, count)
+def steps_on_cpu(objective: GivenLoss, batch: Mapping[str, Tensor]) -> Tensor:
+    """Returns loss and gradient norm (STEPS, 2) of plain steps in float32, without any of train.py's machinery."""
     optimizer, measured = torch.optim.AdamW(objective.parameters(), lr=1e-4, weight_decay=0.0), []
     for objective.step in range(STEPS):
         optimizer.zero_grad()
-        loss = objective(x, y, **noise)[0].mean()
+        loss = objective(**batch)[0].mean()
         loss.backward()
-        norm = torch.nn.utils.get_total_norm([p.grad for p in objective.parameters() if p.grad is not None])
+        norm = torch.nn.utils.clip_grad_norm_(objective.parameters(), math.inf)
         optimizer.step()
         measured.append((loss.item(), norm.item()))
-    return measured
+    return torch.tensor(measured)
 
 
 def steps_here(
-    machine: Machine, precision: Precision, how: speed.Compile, num_parts: int, sharded: bool,
-) -> list[tuple[float, float]]:
-    """Returns loss and gradient norm of STEPS of train.py's steps on all ranks together, skipped ones left out."""
-    accelerator, device = machine.accelerator(precision, num_parts), machine.device
-    objective = make_objective(machine.network, device, sharded)
-    if precision == "fp8":
-        speed.multiply_in_float8(objective.net)
-    step = make_step(accelerator, objective, how, num_parts, sharded=sharded, label_dropout=0.0, **ADAMW)
-    count = IMAGES * num_parts
-    share = slice(machine.rank * count, (machine.rank + 1) * count)
-    x, y, noise = make_batch(machine.network, count * machine.world)
-    x, y, noise = send_to_device((x[share], y[share], {name: a[share] for name, a in noise.items()}), device)
+    accelerator: Accelerator, objective: GivenLoss, batch: Mapping[str, Tensor], precision: Precision,
+    how: speed.Compile, sharded: bool,
+) -> Tensor:
+    """Returns loss and gradient norm (STEPS, 2) of train.py's steps on all ranks together, skipped ones left out."""
+    step = make_step(accelerator, objective, how, float8=precision == "fp8", sharded=sharded, label_dropout=0.0,
+                     name="adamw", lr=1e-4, weight_decay=0.0)
+    with accelerator.split_between_processes(batch) as share:
+        noise = send_to_device(share, accelerator.device)
+    x, y = noise.pop("x"), noise.pop("y")
     measured: list[tuple[float, float]] = []
     for _ in range(10 * STEPS):  # the first of fp16's are skipped until its scale fits
         objective.step = len(measured)
@@ -198,53 +193,35 @@ def steps_here(
         if not skipped:
             measured.append((accelerator.reduce(loss, "mean").item(), norm.item()))
         if len(measured) == STEPS:
-            return measured
+            return torch.tensor(measured)
     raise ValueError("almost all steps were skipped, as their gradients were not finite")
 
 
 def check_step(
-    machine: Machine, precision: Precision, how: speed.Compile = False, sharded: bool = False,
+    rehearsal: bool, precision: Precision, how: speed.Compile = False, sharded: bool = False,
 ) -> str:
     """Steps, first routed and then dense, of one and of two parts, against the CPU's; in replicas, or sharded."""
-    require(machine.device.type == "cuda" or precision in ("fp32", "bf16"), f"{precision} needs a GPU")
-    require(machine.world > 1 or not sharded, "one process; accelerate launch starts one for each GPU")
-    require(machine.device.type == "cuda" or how != "reduce-overhead", "CUDA graphs need a GPU")
-    few = machine.rehearsal and how  # as compiling for a CPU takes long
-    require(not few or precision == "fp32", "a rehearsal compiles fp32 alone")
-    torch._dynamo.reset()
-    apart = []
-    for parts in (1,) if few else (1, 2):
-        here = steps_here(machine, precision, how, parts, sharded)
-        cpu = steps_on_cpu(machine.network, IMAGES * parts * machine.world)
-        apart.append((torch.tensor(here) / torch.tensor(cpu) - 1).abs().amax(0))
-    loss, norm = torch.stack(apart).amax(0).tolist()
-    return require_at_most(TOLERANCES[precision], f"loss within {loss:.1e} and gradient norm within {norm:.1e} of the "
-                           f"CPU's", loss, norm)
-
-
-# ---- a run -----------------------------------------------------------------------------------------------------------
-
-
-def check_resuming(machine: Machine) -> str:
-    """A run of eight steps at once, against one that ends after four and resumes."""
-    require(machine.world == 1, "several processes; python scripts/check_gpu.py only=resume has one")
-    losses = {}
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        prepare_latents.main("source=shapes", "shapes.count=64", "resolution=16", "autoencoder=identity",
-                             f"out={folder}/latents")
-        for name, steps in (("once", 8), ("twice", 4), ("twice", 8)):
-            train.main("experiment=quickstart", "batch_size=8", "optimizer.schedule=constant", "samples.every=0",
-                       "log.every=1", "log.trackers=[]", "tf32=false", f"cpu={str(machine.rehearsal).lower()}",
-                       f"data.path={folder}/latents", f"run_dir={folder}/{name}", f"steps={steps}")
-            losses[name] = {row["step"]: row["loss"] for row in files.read_rows(Path(folder, name, "metrics.jsonl"))}
-    apart = max(abs(losses["twice"][step] / losses["once"][step] - 1) for step in range(5, 9))
-    return require_at_most(RESUMED, f"losses of steps 5 to 8 within {apart:.1e} of those without a stop", apart)
+    if rehearsal:
+        require(precision in ("fp32", "bf16"), f"{precision} needs a GPU")
+        require(how != "reduce-overhead", "CUDA graphs need a GPU")
+        require(not how or precision == "fp32", "a rehearsal compiles fp32 alone")
+    torch.compiler.reset()
+    network, apart = NETWORK | (SMALLER if rehearsal else {}), []
+    for parts in (1,) if rehearsal and how else (1, 2):  # as compiling for a CPU takes long
+        accelerator = start(rehearsal, precision, parts)
+        require(not sharded or accelerator.num_processes > 1, "one process; accelerate launch starts one for each GPU")
+        batch = make_batch(network, IMAGES * parts * accelerator.num_processes)
+        plain = steps_on_cpu(make_objective(network, torch.device("cpu")), batch)
+        objective = make_objective(network, accelerator.device, sharded)
+        apart.append(steps_here(accelerator, objective, batch, precision, how, sharded) / plain - 1)
+    loss, norm = torch.cat(apart).abs().amax(0).tolist()
+    return require_close({"loss": loss, "gradient norm": norm}, "the CPU's", TOLERANCES[precision])
 
 
 # ---- the list -------------------------------------------------------------------------------------------------------
 
 
-CHECKS: dict[str, Callable[[Machine], str]] = {
+CHECKS: dict[str, Callable[[bool], str]] = {  # of a rehearsal or not
     "machine": check_machine,
     "downloads": check_downloads,
     **{f"step, {precision}{name}": partial(check_step, precision=precision, how=how) for precision in TOLERANCES
@@ -254,16 +231,16 @@ CHECKS: dict[str, Callable[[Machine], str]] = {
 }
 
 
-def outcome(check: Callable[[Machine], str], machine: Machine) -> tuple[str, str]:
+def outcome(check: Callable[[bool], str], rehearsal: bool) -> tuple[str, str]:
     """Runs a check on this rank; returns PASS, FAIL or SKIP, and its message."""
     try:
-        return "PASS", check(machine)
+        return "PASS", check(rehearsal)
     except Skipped as lacking:
         return "SKIP", str(lacking)
     except Exception as error:
         return "FAIL", f"{type(error).__name__}: {first_line(error)}"
     finally:
-        if machine.device.type == "cuda":
+        if not rehearsal:
             gc.collect()
             torch.cuda.empty_cache()
 
@@ -271,26 +248,25 @@ def outcome(check: Callable[[Machine], str], machine: Machine) -> tuple[str, str
 @command("check_gpu", CheckSettings)
 def main(cfg: CheckSettings) -> None:
     accelerator = speed.make_accelerator("fp32", 1, False, cpu=cfg.rehearsal)
-    device = accelerator.device
-    if device.type == "cpu" and not cfg.rehearsal:
+    if accelerator.device.type == "cpu" and not cfg.rehearsal:
         raise ValueError("torch sees no GPU here; rehearsal=true runs these checks on the CPU.")
-    machine = Machine(cfg.rehearsal, device, accelerator.process_index, accelerator.num_processes)
     chosen = {name: check for name, check in CHECKS.items() if cfg.only is None or cfg.only in name}
     if not chosen:
         raise ValueError(f"No check has only={cfg.only} in its name: they are {', '.join(CHECKS)}.")
-    rows = []
+    is_main, rows = accelerator.is_main_process, []
     for name, check in chosen.items():
         began = time.perf_counter()
-        of_ranks = gather_object([outcome(check, machine)])
+        of_ranks = gather_object([outcome(check, cfg.rehearsal)])
         result, message = next((each for each in of_ranks if each[0] == "FAIL"), of_ranks[0])
-        rows.append({"check": name, "result": result, "message": message, "seconds": time.perf_counter() - began})
-        if machine.rank == 0:
-            print(f"{result}  {name}: {message}  [{rows[-1]['seconds']:.1f} s]")
-    failed = [str(row["check"]) for row in rows if row["result"] == "FAIL"]
-    if machine.rank == 0:
+        seconds = time.perf_counter() - began
+        rows.append({"check": name, "result": result, "message": message, "seconds": seconds})
+        if is_main:
+            print(f"{result}  {name}: {message}  [{seconds:.1f} s]")
+    failed = [row["check"] for row in rows if row["result"] == "FAIL"]
+    if is_main:
         if cfg.out:
-            files.write_text(Path(cfg.out), json.dumps({"commit": commit(), "rehearsal": cfg.rehearsal, "checks": rows},
-                                                       indent=1))
+            record = {"commit": commit(), "rehearsal": cfg.rehearsal, "checks": rows}
+            files.write_text(Path(cfg.out), json.dumps(record, indent=1))
         print(f"{len(failed)} of {len(rows)} checks failed" + (f": {', '.join(failed)}" if failed else "."))
     if failed:
         sys.exit(1)

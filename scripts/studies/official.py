@@ -26,8 +26,7 @@ MODULES = ("dit", "edm", "utils.train_helper")
 def open_official(path: Path) -> list[ModuleType]:
     """Imports the official MODULES, of which several have names of ours; raises ValueError where `path` lacks them."""
     if missing := [name for name in MODULES if not (path / f"{name.replace('.', '/')}.py").is_file()]:
-        raise ValueError(f"official={path} lacks {', '.join(missing)}: give a checkout of github.com/CompVis/tread at "
-                         f"fccf77c.")
+        raise ValueError(f"official={path} lacks {', '.join(missing)}: check out github.com/CompVis/tread at fccf77c.")
     empty = {name: ModuleType(name) for name in ("utils.edm_helper", "autoencoder")}
     vars(empty["autoencoder"])["SDVAE_EMA"] = None
     names = (*MODULES, "routing_module", "utils", *empty)
@@ -45,17 +44,15 @@ def open_official(path: Path) -> list[ModuleType]:
 
 def make_training(
     path: Path, ours: DiT, compiled: bool, accelerator: Accelerator, x: Tensor, y: Tensor,
-) -> Callable[[int], None]:
-    """Sets up the official network of our sizes and routes; returns a function that takes steps of its loop."""
+) -> Callable[[], None]:
+    """Sets up the official network of our sizes and routes; returns a function that takes a step of its loop."""
     dit, edm, helper = open_official(path)
     attention: Any = ours.blocks[0].get_submodule("attn")
     torch.manual_seed(0)
     net = dit.DiT(
         input_size=ours.input_size, patch_size=ours.patch_size, in_channels=ours.in_channels,
         hidden_size=ours.pos_embed.shape[-1], depth=len(ours.blocks), num_heads=attention.num_heads,
-        num_classes=ours.num_classes, enable_routing=bool(ours.routes),
-        routes=[{"selection_ratio": route.selection_ratio, "start_layer_idx": route.start_layer_idx,
-                 "end_layer_idx": route.end_layer_idx} for route in ours.routes],
+        num_classes=ours.num_classes, enable_routing=bool(ours.routes), routes=[vars(route) for route in ours.routes],
     ).to(accelerator.device)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
     diffusion = edm.EDMDiffusion()
@@ -64,15 +61,14 @@ def make_training(
     helper.requires_grad(ema, False)
     net, optimizer = accelerator.prepare(net.train(), optimizer)
 
-    def take_steps(count: int) -> None:
+    def take_step() -> None:
         with torch.compiler.set_stance("default" if compiled else "force_eager"):
-            for _ in range(count):
-                with accelerator.autocast():
-                    loss = diffusion.get_training_loss(net, x, y, class_drop_prob=0.1).mean()
-                optimizer.zero_grad()
-                accelerator.backward(loss)
-                optimizer.step()
-                helper.update_ema(ema, net)
-                loss.item()  # which waits for the device, in every step
+            with accelerator.autocast():
+                loss = diffusion.get_training_loss(net, x, y, class_drop_prob=0.1).mean()
+            optimizer.zero_grad()
+            accelerator.backward(loss)
+            optimizer.step()
+            helper.update_ema(ema, net)
+            loss.item()  # which waits for the device, in every step
 
-    return take_steps
+    return take_step

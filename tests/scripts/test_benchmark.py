@@ -48,7 +48,7 @@ def test_training_steps_are_timed_in_turn_with_matrix_products(tmp_path, monkeyp
     assert dense["over dense"] == 1 and routed["FLOP ratio"] > 1
     # In each round dit and tread; both are also timed for their first step, and matrix products are not.
     seconds = iter([1.0, 1.0, 2.0, 1.0, 8.0, 2.0])
-    monkeypatch.setattr(benchmark, "seconds_of", lambda device, work, count=1: (work(count), next(seconds))[1])
+    monkeypatch.setattr(benchmark, "seconds_of", lambda device, work, count=1: (work(), next(seconds))[1])
     monkeypatch.setattr(benchmark, "matmul_flops", lambda *_: {"32": 1.0})
     rows = run(tmp_path)["rows"]
     assert [row["s"] for row in rows] == [5, 1.5] and rows[1]["over dense"] == 3    # of the rounds' ratios
