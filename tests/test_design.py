@@ -9,8 +9,7 @@ from conftest import ROOT
 # From the lowest to the highest; files of one group may import each other, without a cycle.
 CORE = ("extensions", "routing_module", "blocks", "dit", "guidance", "edm", "rf", "autoencoder", "objectives",
         "solvers", "guidances", "diffusions", "routed")
-ORDER = [*CORE, "runtime", "weights", "latents", "sampling", "scoring", "metrics",
-         "training", "commands", "scripts"]
+ORDER = [*CORE, "runtime", "weights", "latents", "sampling", "scoring", "metrics", "training", "commands", "scripts"]
 COMMANDS = ("train", "sample", "fid")
 
 

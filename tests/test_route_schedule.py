@@ -21,8 +21,7 @@ from weights.loading import load_trained
 from weights.records import build_network, build_schedule
 
 ROUTE = Route(2, 2, 0.5)  # of model=tread at a depth of 6
-NETWORK = dict(input_size=8, in_channels=3, hidden_size=32, depth=6, num_heads=2, num_classes=5,
-               routes=[vars(ROUTE)])
+NETWORK = dict(input_size=8, in_channels=3, hidden_size=32, depth=6, num_heads=2, num_classes=5, routes=[vars(ROUTE)])
 
 
 def ratios(schedule, steps):

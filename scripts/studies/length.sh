@@ -3,8 +3,7 @@
 # epochs of the 50,000 images and, one pair, for 80. Width 64, depth 12, 64 tokens, as in when_it_pays.sh.
 # Written before the first result:
 # * Learning rate: AdamW at 5e-4, 1e-3, 2e-3 and 4e-3, seed 0, 3,124 steps (2 epochs), for each of the two networks; the
-#   rate with the lowest distance of 1,000 images is that network's in all that follows. Found since: dense 29.9, 21.5,
-#   18.7, 16.3 and TREAD 31.5, 24.2, 21.6, 19.9, so 4e-3 for both.
+#   rate with the lowest distance of 1,000 images is that network's in all that follows. Found since: 4e-3 for both.
 # * Question 1, length: three seeds of 31,240 steps (20 epochs), scored after each epoch. The verdict is at 20 epochs, of
 #   5,000 images, by the 95 % t-interval of the paired difference TREAD - dense. The route pays at equal images if the
 #   interval is below 0, costs if it is above 0, and is undecided otherwise; its lower end says how large a gain is

@@ -60,18 +60,15 @@ def test_runs_and_the_rows_that_another_machine_brought_give_one_page(runs, tmp_
     assert all("(n=2, no verdict)" in row[5] and row[6] == " |" for row in rows)
     assert told(monkeypatch, capsys, tmp_path / "x.jsonl").strip() == (tmp_path / "x.md").read_text().strip()
     shutil.copytree(runs / "tread-0", tmp_path / "moved", ignore=shutil.ignore_patterns("*.safetensors"))
-    assert (tmp_path / "x.md").read_text() in told(
-        monkeypatch, capsys, *dit, f"tread={tmp_path}/moved", tread[1], *out)
-    dense, routed = (compare.read_run("x", runs / f"{model}-0")["scores"] for model in ("dit", "tread"))
-    assert dense[2]["flops"] == 2 * dense[1]["flops"] > routed[2]["flops"] > dense[0]["flops"] == 0
+    assert (tmp_path / "x.md").read_text() in told(monkeypatch, capsys, *dit, f"tread={tmp_path}/moved", tread[1], *out)
+    one, other = (compare.read_run("x", runs / f"{model}-0") for model in ("dit", "tread"))
+    none, half, dense = (score["flops"] for score in one["scores"])
+    assert dense == 2 * half > other["scores"][2]["flops"] > none == 0
+    [losses, scores] = compare.draw([one], []).axes     # one run is drawn with its losses and scores
+    assert [*losses.lines[0].get_xdata()] == [2, 4] and [*scores.lines[0].get_xdata()] == [0, 16, 32]
     for out, why in ((tmp_path / "x", "has scores of dit, seed 0, which is not given"), (ROOT / "README", "not write")):
         with pytest.raises(SystemExit, match=why):
             told(monkeypatch, capsys, *tread, f"out={out}")
-
-
-def test_one_run_is_drawn_with_its_losses_and_scores(runs):
-    [losses, scores] = compare.draw([compare.read_run("x", runs / "dit-0")], []).axes
-    assert [*losses.lines[0].get_xdata()] == [2, 4] and [*scores.lines[0].get_xdata()] == [0, 16, 32]
 
 
 def test_a_killed_run_takes_no_part_and_rows_without_a_run_are_refused(runs, tmp_path, monkeypatch, capsys):

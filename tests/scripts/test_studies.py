@@ -8,7 +8,6 @@ import statistics
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 from conftest import ROOT, change_record
 from training_runs import write_run
@@ -154,7 +153,7 @@ def test_each_table_of_the_results_is_made_of_the_committed_rows():
     coarse = ("coarse", "coarse-dit", "coarse-tread", 1400)
     differences = f"{pair('coarse', 1400, *coarse[1:3])[2]} at equal images and by {apart(*at_flops(*coarse))} at equal"
     assert f"differs from dense by {differences} FLOPs" in " ".join(lines)
-    costs = [np.subtract(*(scores("width", f"{model}-{width}", 3124, 2500) for model in ("tread", "dit")))
+    costs = [[*map(float.__sub__, *(scores("width", f"{model}-{width}", 3124, 2500) for model in ("tread", "dit")))]
              for width in (64, 128)]
     assert f"changed by {apart(*costs).replace(',', ' to')} at equal images" in " ".join(lines)
 
