@@ -168,8 +168,7 @@ class Kept:
         if block.spec is not run.routing.blocks[block.route.start_layer_idx].spec:
             # they were removed before other tokens, such as text, joined their sequence
             before = self.before if block.joined else 0
-            before_route = nn.functional.pad(
-                before_route, (0, 0, before, self.length - before - before_route.shape[1]))
+            before_route = nn.functional.pad(before_route, (0, 0, before, self.length - before - before_route.shape[1]))
         return run.routing.router.end_route(x, self.places(), before_route.to(x.dtype))
 
 

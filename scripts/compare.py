@@ -33,17 +33,12 @@ from dit import multiply_adds
 from runtime.command import program
 from runtime.files import atomic_write, read_rows, write_text
 from runtime.schema import as_path, as_recorded, as_text, leaves
+from scoring.results import score_of
 from training.run_folder import tells_runs_apart
 from weights import checkpoints
 from weights.records import build_network, build_schedule
 
 AXES = {"images": "images seen", "seconds": "seconds of training", "flops": "training FLOPs"}
-# What a row says of when, where and from which weights it was computed. The run and the step name the checkpoint, whose
-# path is one of this machine. All else in a row, and its guidance, is what was measured.
-WHERE = ("commit.", "device.", "batch_size.", "processes.", "finished.", "versions.", "source.step.",
-         "source.weights_sha256.", "source.in_training.", "source.compiled.", "source.evaluations.",
-         "source.multiply_adds.", "extractor.weights.")
-LEFT_OUT = ("metrics.", "images.", "summary.", "tag.", "seconds.", "source.checkpoint.", "source.guidance.")
 # Named where a table mixes them. Before November 2026 several exports of one network scored a study.
 NAMED = ("commit", "device", "versions.torch", "extractor_sha256")
 MARK = "<!-- by scripts/compare.py -->\n"
@@ -51,7 +46,7 @@ HEAD = ("Mean ± standard deviation over n seeds (of n − 1); lower is better. 
         "of the paired differences excludes 0. Between two scores, values are interpolated on a log scale.")
 
 Run = dict[str, Any]            # variant, seed, step, steps, settings by dotted key, history, scores, losses
-Score = dict[str, Any]          # step, images, flops, value, precision, recall; measure, where: texts by dotted key
+Score = dict[str, Any]          # of a row, by `score_of`, and its step, images and flops
 Measure = frozenset[tuple[str, str]]            # what was measured: names and values
 Curves = dict[int, dict[int, Score]]            # of one variant by one measure: by seed, then by step
 Pair = tuple[str, str]                          # of variants
@@ -85,26 +80,6 @@ def read_run(variant: str, folder: Path) -> Run:
                     "step": step, "images": step * meta["batch_size"], "flops": meta["batch_size"] * sum(
                         count * flops(routes) for routes, count in schedule.counts(step).items())})
     return run
-
-
-def score_of(row: dict[str, Any]) -> Score:
-    """Returns the distance, precision and recall in a row of results.jsonl, and flat all that the row says of them.
-
-    A row without a Fréchet distance, by which runs are compared, gives {}.
-    """
-    metrics = row["metrics"]
-    distance = next((metric for metric in metrics if metric == "fid" or metric.startswith("fd_")), None)
-    if distance is None:
-        return {}
-    facts = {key: as_text(value) for key, value in leaves(row).items() if not f"{key}.".startswith(LEFT_OUT)}
-    if facts.get("reference.sha256", "null") != "null":     # known by its content
-        facts.pop("reference.path", None)
-    where = {key: facts.pop(key) for key in [*facts] if f"{key}.".startswith(WHERE)}
-    guidance = ", ".join(f"{key} {as_text(value)}" for key, value in (row["source"].get("guidance") or {}).items()
-                         if value is not None and value is not False)
-    return {"value": metrics[distance], "precision": metrics.get("precision"), "recall": metrics.get("recall"),
-            "measure": {"metric": distance, "num_samples": str(row["images"]), "guidance": guidance or "unguided",
-                        **facts}, "where": where}
 
 
 def read_file(path: Path) -> list[Run]:

@@ -21,8 +21,6 @@ from runtime.command import command
 from runtime.device import join_ranks
 from runtime.schema import Classes, Count, Location, Positive, Settings, Text, refuse
 
-CHUNK = 64      # latents read and converted at once
-
 
 class ImportSettings(Settings):
     """configs/import_latents.yaml."""
@@ -82,7 +80,7 @@ def main(cfg: ImportSettings) -> None:
     channels, side = stored.shape[0] // (2 if stored.kind == "moments" else 1), stored.shape[1]
     metadata = {"shape": [channels, side, side], "mirrored": is_mirrored, "num_classes": num_classes,
                 "class_names": None, "source": cfg.source, "imported": {"format": cfg.format}, **meaning}
-    write_folder(out, settings, metadata, count, shard_size=cfg.shard_size, batch_size=CHUNK, read=read, encode=encode,
+    write_folder(out, settings, metadata, count, shard_size=cfg.shard_size, batch_size=64, read=read, encode=encode,
                  state=state)
 
 

@@ -61,8 +61,7 @@ def main(cfg: ImportSettings) -> None:
     needed = sum(4 * tensor.numel() for tensor in state.values())
     files.require_room(out, needed, "make room, or set out= to a folder on another disk.")
     checkpoints.save(out, {"ema": state}, meta)
-    size = f"{needed / 1e9:.1f} GB" if needed >= 1e9 else f"{needed / 1e6:.3g} MB"
-    print(f"{file}: {foreign.describe(cfg.format)}. {out} takes {size}. next: python sample.py "
+    print(f"{file}: {foreign.describe(cfg.format)}. {out} takes {needed / 1e6:,.1f} MB. next: python sample.py "
           f"{typed('checkpoint', out)}")
 
 

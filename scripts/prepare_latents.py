@@ -89,13 +89,12 @@ def main(cfg: PrepareSettings) -> None:
     state.print(f"{cfg.source}: {len(source):,} images, classes: {len(source.class_names)} "
                 f"({a_few(source.class_names)}), other files: {len(source.others)} ({a_few(source.others) or 'none'})")
 
-    settings = dict(resolution=resolution, autoencoder=autoencoder, kind=kind, mirror=cfg.mirror,
-                    precision=cfg.precision, shard_size=cfg.shard_size, tf32=cfg.tf32, fingerprint=source.fingerprint(),
-                    teacher=cfg.teacher, patch_size=cfg.patch_size if cfg.teacher else None)
     teach, code = load_function("teacher", cfg.teacher) if cfg.teacher else (None, None)
     weights = [Path(autoencoder), Path(autoencoder).with_name(autoencoders.STATISTICS), *([code] if code else [])]
-    if found := stamps_below(*weights):
-        settings["weights"] = found
+    settings = dict(resolution=resolution, autoencoder=autoencoder, kind=kind, mirror=cfg.mirror,
+                    precision=cfg.precision, shard_size=cfg.shard_size, tf32=cfg.tf32, fingerprint=source.fingerprint(),
+                    teacher=cfg.teacher, patch_size=cfg.patch_size if cfg.teacher else None,
+                    weights=stamps_below(*weights) or None)     # files of weights, if they are here
     if is_finished(out, settings, state.is_main_process):
         return
 

@@ -4,12 +4,11 @@
 #   bash scripts/quickstart.sh [model=dit]
 set -euo pipefail
 cd "$(dirname "$0")/.."
-case ${1:-model=tread} in
-    model=tread | model=dit) model=${1:-model=tread} model=${model#model=} ;;
-    *) echo "quickstart.sh takes model=dit or model=tread; more: python train.py experiment=quickstart" >&2; exit 2 ;;
-esac
+model=${1:-model=tread}
+[[ $model = model=@(tread|dit) ]] ||
+    { echo "quickstart.sh takes model=dit or model=tread; more: python train.py experiment=quickstart" >&2; exit 2; }
 . scripts/environment.sh requirements-train.txt
-data=data/shapes16 reference=data/shapes16-pixels.npz run=runs/quickstart-$model
+data=data/shapes16 reference=data/shapes16-pixels.npz run=runs/quickstart-${model#model=}
 
 export TQDM_DELAY=8      # seconds: work that is shorter shows no bar, so training's is the only one
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}   # threads that spin while they wait are slow beside busy processes
@@ -22,7 +21,7 @@ if [ ! $reference -nt $data/metadata.json ]; then
     python fid.py reference_from=$data features=pixels out=$reference
 fi
 printf '\n3/3  Trains, and scores the untrained and the trained network: 2 to 4 minutes on two cores.\n'
-python train.py experiment=quickstart model="$model" evaluate.every=1000000 evaluate.reference=$reference
+python train.py experiment=quickstart "$model" evaluate.every=1000000 evaluate.reference=$reference
 printf '\nFréchet distance to the training set, of images averaged to 8x8 pixels (no FID; not comparable between data sets):\n'
 python scripts/compare.py "$run" out="$run/curves" | grep '^|'
 

@@ -5,8 +5,8 @@
 #   sbatch --array=0-2 --gpus-per-node=1 scripts/slurm.sh train.py model=tread name='x-${model.name}-seed${seed}'
 #                                                        one seed each, which is the task's number
 #   sbatch --gpus-per-node=1 scripts/slurm.sh fid.py checkpoint=runs/xl2 reference=ref.npz
-# One task is one process with one GPU. Folders (data, runs, the code) must be the same on all nodes. The options below
-# are defaults: options on sbatch's command line, such as --time, --partition or --account, override them.
+# One task is one process with one GPU. All nodes must have the same folders of data, runs and code. Options on sbatch's
+# command line, such as --time or --account, override those below.
 #SBATCH --job-name=tread
 #SBATCH --time=24:00:00
 #SBATCH --signal=B:USR1@300

@@ -40,8 +40,7 @@ def schedule_record(cfg: SizedSettings) -> dict[str, Any]:
     schedule = cfg.route_schedule.model_dump(exclude_defaults=True) if cfg.model.routes else {}
     if "changes" in schedule:
         schedule["changes"] = [[step_of(when), routes] for when, routes in schedule["changes"]]
-    return {key: step_of(value) if key in ("dense_before", "dense_after") else value
-            for key, value in schedule.items()}
+    return {key: step_of(value) if key in ("dense_before", "dense_after") else value for key, value in schedule.items()}
 
 
 def run_record(cfg: SizedSettings, latents: Latents, world: int, device: torch.device) -> dict[str, Any]:

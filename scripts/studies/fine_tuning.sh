@@ -2,8 +2,7 @@
 # What does a route cost when a trained network is fine-tuned? A dense network trained on CIFAR-10, then all of its
 # weights on emoji: dense, and with ratios 0.25 and 0.5, without and with an off-ramp (dense for the last 15 %). 0.9M
 # parameters, 64 tokens, 1,400 and then 400 steps of 32 images (3.7 epochs), three seeds. Runs of a seed start from the
-# same network and share the order of data, noise and labels. The recorded rows also have adapters (LoRA), which commit
-# 1b14537 trains. Results: docs/results.md.
+# same network and share the order of data, noise and labels. Results, and what trained LoRA: docs/results.md.
 . "$(dirname "$0")/common.sh"
 reference=data/emoji32-resnet56.npz
 quarter="model.routes=[{selection_ratio: 0.25, start_layer_idx: 2, end_layer_idx: 8}]"

@@ -13,8 +13,7 @@
 # * Question 2, the report in CompVis/tread issue 11: flow matching, one seed of 20 epochs, with and without a route;
 #   each sampled dense and by sample_tread, at scales 1 and 1.5. The report is seen here if, of 5,000 images, routed and
 #   sampled dense < never routed, and both < sample_tread. Found since: 8.2, 6.5, and 8.5 and 8.4.
-# * One pair to 80 epochs, at the constant rate. Found since: a pair in fp32 was stopped after 30 epochs (rows
-#   dit-80-fp32 and tread-80-fp32), so in bf16, at c967f56. Scored after 5 epochs and after every tenth.
+# * One pair to 80 epochs, scored after every tenth. Found since: in fp32 it was stopped after 30, so bf16 (c967f56).
 . "$(dirname "$0")/common.sh"
 run() { train_and_score "$1" 1562 $cifar model="$2" seed="$3" optimizer.lr="$4" steps="$5" "${@:6}"; }
 for lr in 5e-4 1e-3 2e-3 4e-3; do for model in dit tread; do run lr-$lr-$model-seed0 $model 0 $lr 3124; done; done

@@ -16,7 +16,7 @@
 # * The smallest gain that three seeds can show is 2.48 standard deviations of the paired differences. In length.sh that
 #   is 0.67 after 4 epochs, so a gain of 1.7 or more.
 # * 1,024 tokens (patch 1): three seeds on a GPU; on a CPU one pair, as long as there is time, which allows no verdict.
-# Found since: for 256 tokens 2e-3 for dense and 4e-3 for TREAD. 1,024 were not trained, as a step takes 7.9 s on a core.
+# Found since: for 256 tokens 2e-3 for dense and 4e-3 for TREAD. 1,024 were not trained, as a step takes 7.9 s.
 . "$(dirname "$0")/common.sh"
 pair() {    # tokens, patch, seed, rates of dense and of TREAD
     for model in dit:"$4" tread:"$5"; do

@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
 # When does a route pay? Seven questions, each dense against TREAD (2→8, 0.5, unless stated) with one factor changed.
 # Small enough for a CPU: width 64, depth 12, 0.9M parameters, 1,400 to 7,000 steps of 32 images. Runs of a seed share
-# the order of data, noise and labels. Results: docs/results.md; the recorded rows also have alignment (Q5) and scores
-# on EfficientNet-lite0, which commit 1b14537 reproduces.
+# the order of data, noise and labels. Results, and what trained alignment (Q5): docs/results.md.
 . "$(dirname "$0")/common.sh"
 declare -A data=([emoji]=data.path=data/emoji32 [emoji64]="data.path=data/emoji64 data.input_size=64" [cifar]=$cifar
                  [cifar5k]="data=cifar10 data.path=data/cifar10-5000")
