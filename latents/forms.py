@@ -70,8 +70,8 @@ class Stored:
     def check(self, where: str) -> None:
         """Raises ValueError if some latents, spread over the source, are not finite or not of this kind and scale."""
         most = max(1, 2**26 // math.prod(self.shape))  # numbers in memory
-        rows = [self.convert(read(index, index + 1)) for index in spread(len(self.labels), min(NUM_PROBED, most))
-                for read in self.sides.values()]
+        rows = [self.convert(read(index, index + 1))
+                for index in spread(len(self.labels), min(NUM_PROBED, most)).tolist() for read in self.sides.values()]
         values, scale = torch.cat(rows).double().numpy(), self.convention.scale
         if not np.isfinite(values).all():
             raise ValueError(f"{where} has latents that are not finite or overflow float16: correct the source.")
