@@ -25,7 +25,7 @@ from pathlib import Path
 import pytest
 from conftest import PATIENCE, ROOT
 
-ports = itertools.count(10_000 + os.getpid() % 200 * 100)  # connections get higher ones, also before rank 0 listens
+ports = itertools.count(10_000 + os.getpid() % 200 * 100)  # connections get higher ones, so none takes a rank's
 PRELOADED = ("train", "sample", "fid", "scripts.prepare_latents", "forked")
 
 
