@@ -348,17 +348,17 @@ def main(parser: argparse.ArgumentParser) -> None:
             runs += read_file(path)
         else:
             runs.append(read_run(name or path.resolve().name, path))
-    for name, seconds in (text.split(":") for text in options["seconds"].split(",") if text):
-        for run in (run for run in runs if run["variant"] == name):
-            run["sec_per_step"] = float(seconds)
     finished, notes = comparable(runs) if len(runs) > 1 else (runs, [])
     names = [*dict.fromkeys(run["variant"] for run in finished)]
-    pairs = [(one, other) for one, _, other in (text.partition(":") for text in options["pairs"].split(",") if text)]
+    pairs, seconds = ([text.partition(":")[::2] for text in options[name].split(",") if text]
+                      for name in ("pairs", "seconds"))
+    if wrong := {*itertools.chain(*pairs), *dict(seconds)} - {*names}:
+        raise ValueError(f"{min(wrong) or 'No name'} is no variant with a finished run: write pairs=a:b,c:d or "
+                         f"seconds=a:0.2,b:0.1 with some of {', '.join(names) or 'none, as no run has finished'}.")
     pairs = pairs or [(names[0], name) for name in names[1:]]
-    if wrong := [pair for pair in pairs if not {*pair} <= {*names}]:
-        raise ValueError(f"pairs={':'.join(wrong[0])}: write pairs=a:b,c:d with variants that have a finished run: "
-                         f"{', '.join(names) or 'none has'}.")
-    text = page(finished, notes, pairs, options["changes"] == "true")
+    for run, value in ((run, value) for run in finished for name, value in seconds if run["variant"] == name):
+        run["sec_per_step"] = float(value)
+    text = page(finished, notes, pairs, options["changes"].lower() == "true")
     print(text)
     if options["out"]:
         out = str(as_path(options["out"]))

@@ -74,8 +74,9 @@ def test_runs_and_the_rows_that_another_machine_brought_give_one_page(runs, tmp_
 def test_a_killed_run_takes_no_part_and_rows_without_a_run_are_refused(runs, tmp_path, monkeypatch, capsys):
     text = told(monkeypatch, capsys, f"a={runs}/tread-0", f"b={runs}/dit-0", f"b={runs}/killed")
     assert "* Left out: b, seed 1, which has taken 2 of 4 steps." in text and "n=2" not in text
-    with pytest.raises(SystemExit, match=r"pairs=a:b: write pairs=a:b,c:d with variants that have a finished run: a\."):
-        told(monkeypatch, capsys, f"a={runs}/tread-0", f"b={runs}/killed", "pairs=a:b")
+    for option in ("pairs=a:b", "seconds=b:0.2"):
+        with pytest.raises(SystemExit, match=r"b is no variant with a finished run: write pairs=.* with some of a\."):
+            told(monkeypatch, capsys, f"a={runs}/tread-0", f"b={runs}/killed", option)
     (tmp_path / "x.jsonl").write_text((RESULTS / "study-tokens/study.jsonl").read_text()[:-9])
     shutil.copytree(runs / "dit-0", tmp_path / "run", ignore=shutil.ignore_patterns("checkpoints"))
     shutil.copytree(runs / "dit-0", tmp_path / "longer")      # a folder whose former run was longer
