@@ -42,5 +42,6 @@ def keywords_of(kind: Callable[..., object]) -> dict[str, inspect.Parameter]:
 
 def describe(room: str) -> str:
     """Writes the extensions of a package, with their settings and defaults, for --help."""
-    described = [" ".join([name, *map(str, keywords_of(find(room, name)).values())]) for name in names(room)]
+    described = [" ".join([name, *(f"{key}={value.default}" for key, value in keywords_of(find(room, name)).items())])
+                 for name in names(room)]
     return f"{room}/: {' | '.join(described)}"

@@ -2,8 +2,8 @@
 
     accelerate launch train.py model=tread                  # ImageNet-256 latents in data/imagenet256
     accelerate launch train.py model=dit                    # the dense baseline
-    accelerate launch train.py experiment=quickstart        # the built-in shapes, minutes on a CPU
-    python train.py … and torchrun --nproc_per_node 8 train.py … do the same
+    python train.py experiment=quickstart                   # the built-in shapes, minutes on a CPU
+    torchrun --nproc_per_node 8 train.py …                  # in place of accelerate launch
 
 Rerun the same command to resume a stopped run. Options: configs/config.yaml; outputs: runs/<name>/.
 """
@@ -370,8 +370,9 @@ def main(cfg: TrainSettings) -> None:
         stop.listen()
 
     bar.close()
-    accelerator.wait_for_everyone()
-    accelerator.end_training()
+    for tracker in accelerator.trackers:
+        tracker.finish()
+    accelerator.wait_for_everyone()  # else Slurm may end a rank that still uploads, as another has left
     if stopped_by:
         accelerator.print(f"Stopped by {signal.Signals(stopped_by).name} at step {run.step}; saved in "
                           f"{run.checkpoint}. The same command resumes.")

@@ -39,6 +39,6 @@ def build_objective(
     kind = class_of(name)
     if lacking := [array for array in kind.arrays if array not in arrays]:
         raise ValueError(f"objective={name} needs {lacking[0]}-*.npy beside the latents, which have "
-                         f"{', '.join(arrays) or 'no extra array'}: scripts/prepare_latents.py teacher=<name> writes a "
-                         f"teacher's tokens, and docs/data.md describes other arrays.")
+                         f"{', '.join(arrays) or 'no extra array'}: scripts/prepare_latents.py teacher=python:… writes "
+                         f"a teacher's tokens, and docs/data.md describes other arrays.")
     return kind(net, diffusion, arrays, schedule, **keywords)

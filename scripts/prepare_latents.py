@@ -70,7 +70,7 @@ def check_settings(cfg: PrepareSettings, cli_overrides: Mapping[str, str]) -> Pr
     if cfg.labels in WAYS:
         refuse(cli_overrides, "label_column", why=f"labels={cfg.labels} reads no column")
     if cfg.teacher is None:
-        refuse(cli_overrides, "patch_size", why="only teacher=<name> reads it, as the patch size of your network")
+        refuse(cli_overrides, "patch_size", why="only teacher= reads it, as the patch size of your network")
     return cfg.model_copy(update={"resolution": cfg.resolution or (16 if is_shapes else 256),
                                   "autoencoder": cfg.autoencoder or ("identity" if is_shapes else "sd_vae_ema")})
 

@@ -10,7 +10,9 @@ model=${1:-model=tread}
 . scripts/environment.sh requirements-train.txt
 data=data/shapes16 reference=data/shapes16-pixels.npz run=runs/quickstart-${model#model=}
 
-export TQDM_DELAY=8      # seconds: work that is shorter shows no bar, so training's is the only one
+has_gpu=$(python -c 'import torch; print(torch.cuda.is_available())')
+export CUDA_VISIBLE_DEVICES=    # the CPU, also beside a GPU whose driver is too old for torch
+export TQDM_DELAY=8             # seconds: work that is shorter shows no bar, so training's is the only one
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}   # threads that spin while they wait are slow beside busy processes
 if [ ! -f $data/metadata.json ]; then
     printf '1/3  Draws 6,000 shapes to train on: seconds.\n'
@@ -26,7 +28,7 @@ printf '\nFréchet distance to the training set, of images averaged to 8x8 pixel
 python scripts/compare.py "$run" out="$run/curves" | grep '^|'
 
 own="autoencoder=identity resolution=32" launch=python size=small_cpu
-if python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+if [ "$has_gpu" = True ]; then
     own="autoencoder=sd_vae_ema resolution=256" launch="accelerate launch" size=small
 fi
 cat <<END

@@ -9,7 +9,7 @@
 # command line, such as --time or --account, override those below.
 #SBATCH --job-name=tread
 #SBATCH --time=24:00:00
-#SBATCH --signal=B:USR1@300
+#SBATCH --signal=USR1@300
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=slurm-%x-%j.out
@@ -18,18 +18,6 @@
 set -uo pipefail
 cd "${SLURM_SUBMIT_DIR:-.}" || exit 1
 [ $# -gt 0 ] || { echo "slurm.sh: give a command to run, as train.py experiment=tread." >&2; exit 2; }
-
-# Five minutes before the end Slurm sends USR1 (to this script alone), before a preemption TERM. The processes get one
-# TERM, as a second would end them at once; they save and exit with 143.
-stopping=
-stop() {
-    [ -z "$stopping" ] || return 0
-    stopping=$1
-    echo "slurm.sh: $1; the run saves."
-    kill -TERM "$step" 2>/dev/null      # srun hands it on to every task
-}
-trap 'stop USR1' USR1
-trap 'stop TERM' TERM
 
 [ -z "${SLURM_ARRAY_TASK_ID:-}" ] || set -- "$@" "seed=$SLURM_ARRAY_TASK_ID"
 MASTER_ADDR=$(scontrol show hostnames "${SLURM_JOB_NODELIST:-localhost}" | head -n 1)
@@ -46,18 +34,15 @@ srun --kill-on-bad-exit=1 bash -c '
         export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
         export LOCAL_WORLD_SIZE=$((SLURM_NTASKS / SLURM_NNODES))
     fi
-    exec "${PYTHON:-python}" "$@"' bash "$@" &
-step=$!
-# A signal ends a wait, not the step.
-while wait "$step"; code=$?; kill -0 "$step" 2>/dev/null; do :; done
+    exec "${PYTHON:-python}" "$@"' bash "$@"
+code=$?
 
-# A process that saved after TERM exits with 143. Any other failure, such as a mistake or a full disk, would happen
-# again. Slurm requeues a job that a lost node ended (--requeue).
-if [ -n "$stopping" ] && [ "$code" -eq 143 ]; then
-    echo "slurm.sh: stopped by $stopping; job $SLURM_JOB_ID goes back into the queue."
+# Five minutes before the time limit Slurm sends USR1 to the tasks (never to srun, which would kill them at TERM). They
+# save and exit with 138. At a preemption they get TERM and save too, and Slurm requeues by its own rules, as after the
+# loss of a node. Any other failure, such as a mistake or a full disk, would happen again.
+if [ "$code" -eq 138 ]; then
+    echo "slurm.sh: the time limit is near; job $SLURM_JOB_ID goes back into the queue."
     scontrol requeue "$SLURM_JOB_ID" && exit 0
     echo "slurm.sh: Slurm refused it: submit the same command again." >&2
-elif [ -n "$stopping" ] && [ "$code" -ne 0 ]; then
-    echo "slurm.sh: the run was stopped by $stopping and failed with $code: it stays out of the queue." >&2
 fi
 exit "$code"

@@ -88,7 +88,7 @@ def test_settings_that_an_extension_lacks_or_of_another_type_are_refused(run, se
 def test_help_lists_extensions_with_their_settings(capsys):
     fid.main("--help")
     printed = capsys.readouterr().out
-    assert "solvers/: midpoint at: float = 0.5" in printed and "metrics/: mean_distance" in printed
+    assert "solvers/: midpoint at=0.5" in printed and "metrics/: mean_distance" in printed
 
 
 @pytest.mark.parametrize(("name", "code", "says"), [

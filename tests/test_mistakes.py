@@ -34,7 +34,7 @@ TYPED = {
         ("data.path=null", "data.path"), ("data.path=four", "four holds no metadata.json"),
         ("data.input_size=32", "data.input_size=8"), ("data.num_classes=5", "data.num_classes=6"),
         ("batch_size=7", "grad_accum_steps=2", "multiple of 2"), ("batch_size=301", "12 latents"),
-        ("objective=alignment", "teacher=<name>"), ("samples.every=5", "samples.classes=fish", "circle"),
+        ("objective=alignment", "teacher=python:"), ("samples.every=5", "samples.classes=fish", "circle"),
         ("evaluate.every=5", "evaluate.reference"),
         ("evaluate.every=5", "label_dropout=0", "evaluate.guidance_scales=[null,1.5]",
          "label_dropout=0 does not train"),

@@ -109,7 +109,8 @@ class Run:
         """Describes network, data, device and length in a line."""
         cfg, latents, accelerator = self.cfg, self.latents, self.accelerator
         return (
-            f"{cfg.name}: {cfg.model.backbone_type}, {sharding.size(self.model) / 1e6:.1f}M parameters, "
+            f"{cfg.name}: {cfg.model.backbone_type} of width {self.record['network']['hidden_size']} and depth "
+            f"{len(self.model.blocks)}, {sharding.size(self.model) / 1e6:.1f}M parameters, "
             f"routes {self.objective.schedule}; {latents.count:,} latents of {latents.shape} in "
             f"{latents.num_classes} classes; {accelerator.num_processes} × {accelerator.device.type}, "
             f"{cfg.precision}; {cfg.steps} steps of {cfg.batch_size}")
@@ -124,7 +125,7 @@ class Run:
         return self.folder / "samples" / f"step-{self.step:08d}.png"
 
     def is_diverging(self, total: dict[str, float]) -> bool:
-        """True if the sums show skipped steps, or a loss far above the lowest.
+        """True if the last step was skipped, or the loss is far above the lowest.
 
         Far means ten times the lowest. Where a term brings the loss near 0 or below, it means 0.9 above the lowest, as
         the diffusion's loss starts near 1.

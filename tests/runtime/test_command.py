@@ -210,7 +210,7 @@ def test_the_keys_of_the_config_are_those_that_are_declared_and_help_lists_them(
 
 
 LIBRARY = {"latents_std", "pixels", "generator", "key", "WORLD_SIZE", "torchao", "teacher", "LOCAL_RANK", "MASTER_PORT",
-           "use_rope", "return_features", "PYTHONPATH", "pairs", "WANDB_MODE", "sample_size"}  # of libraries and files
+           "use_rope", "return_features", "PYTHONPATH", "pairs", "seconds", "WANDB_MODE", "sample_size"}  # of libraries and files
 
 
 def words_of(error: ast.Raise) -> str:

@@ -10,35 +10,36 @@ import time
 import pytest
 from conftest import PATIENCE, ROOT
 
-# Starts the tasks, hands TERM on to each, and returns the largest exit code. By the option, Slurm also ends the tasks
-# that would wait for one that failed.
+# Starts the tasks and returns the largest exit code. By the option, Slurm also ends the tasks that would wait for one
+# that failed.
 SRUN = f"""#!{sys.executable}
-import os, signal, subprocess, sys
+import os, subprocess, sys
 option, *command = sys.argv[1:]
 assert option == "--kill-on-bad-exit=1"
 count, nodes = int(os.environ["SLURM_NTASKS"]), int(os.environ["SLURM_NNODES"])
 places = [{{"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i % (count // nodes))}} for i in range(count)]
 tasks = [subprocess.Popen(command, env=os.environ | place) for place in places]
-signal.signal(signal.SIGTERM, lambda *_: [task.send_signal(signal.SIGTERM) for task in tasks])
 sys.exit(max(task.wait() for task in tasks))
 """
 SCONTROL = """#!/bin/sh
 case $1 in show) echo localhost ;; requeue) echo "$2" >> "$REQUEUED"; exit "${REFUSES:-0}" ;; esac
 """
-# A program that saves within a second of the first TERM, as train.py does, and is ended by a second one.
+# A program that saves after a signal and exits with 128 + signal, as train.py does.
 PROGRAM = """
 import json, os, pathlib, signal, sys, time
 note = pathlib.Path(os.environ["REQUEUED"]).parent / f"rank{os.environ.get('RANK', 'none')}"
 stopped = []
-signal.signal(signal.SIGTERM, lambda *_: (stopped.append(1), signal.signal(signal.SIGTERM, lambda *_: os._exit(1))))
+for number in (signal.SIGUSR1, signal.SIGTERM):
+    signal.signal(number, lambda number, _: stopped.append(number))
 names = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SRUN_CPUS_PER_TASK")
-note.write_text(json.dumps({"given": sys.argv[1:], **{name: os.environ.get(name) for name in names}}))
+given = {"given": sys.argv[1:], "pid": os.getpid(), **{name: os.environ.get(name) for name in names}}
+note.with_suffix(".part").write_text(json.dumps(given))
+note.with_suffix(".part").rename(note)
 if "fail" in sys.argv:
     sys.exit(3)
 while "wait" in sys.argv and not stopped:
     time.sleep(0.01)
-time.sleep(0.3 if stopped else 0)
-sys.exit(1 if "unsaved" in sys.argv else 143 if stopped or "killed" in sys.argv else 0)
+sys.exit(1 if "unsaved" in sys.argv else 128 + stopped[0] if stopped else 0)
 """
 
 
@@ -63,23 +64,24 @@ def slurm(tmp_path):
 
 @pytest.mark.parametrize(("words", "number", "code", "printed"), [
     (["wait"], signal.SIGUSR1, 0, "goes back into the queue"),
-    (["wait"], signal.SIGTERM, 0, "goes back into the queue"),
-    (["wait", "refused"], signal.SIGTERM, 143, "submit the same command again"),
-    (["wait", "unsaved"], signal.SIGUSR1, 1, "stays out of the queue"),
-    (["done"], None, 0, ""), (["fail"], None, 3, ""), (["killed"], None, 143, ""),
+    (["wait", "refused"], signal.SIGUSR1, 138, "submit the same command again"),
+    (["wait", "unsaved"], signal.SIGUSR1, 1, ""),
+    (["wait"], signal.SIGTERM, 143, ""),  # of a preemption, after which Slurm requeues, or of a user's scancel
+    (["done"], None, 0, ""), (["fail"], None, 3, ""),
 ])  # fmt: skip
-def test_a_job_that_is_stopped_and_saves_goes_back_into_the_queue_and_no_other(
+def test_a_job_that_nears_its_time_limit_saves_and_goes_back_into_the_queue_and_no_other(
         slurm, tmp_path, words, number, code, printed):
+    assert "\n#SBATCH --signal=USR1@" in (ROOT / "scripts/slurm.sh").read_text()  # to the tasks; B: is to the script
     job = slurm(2 if number else 1, tmp_path / "program.py", *words, REFUSES=str(int("refused" in words)))
     if number:
-        while len([*tmp_path.glob("rank*")]) < 2 and job.poll() is None:
+        while len(tasks := [*tmp_path.glob("rank?")]) < 2 and job.poll() is None:
             time.sleep(0.001)
-        job.send_signal(number)  # which Slurm gives to the batch script alone
-        job.send_signal(number)
+        for task in tasks:
+            os.kill(json.loads(task.read_text())["pid"], number)
     output = job.communicate(timeout=PATIENCE)[0]
     assert job.returncode == code and printed in output, output
     requeued = [file.read_text() for file in tmp_path.glob("requeued")]
-    assert requeued == ["54321\n"] * (words[0] == "wait" and "unsaved" not in words)
+    assert requeued == ["54321\n"] * (number == signal.SIGUSR1 and "unsaved" not in words)
 
 
 @pytest.mark.parametrize(("ranks", "more", "given"), [
