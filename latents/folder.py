@@ -184,7 +184,7 @@ def open_latents(path: str | Path) -> Latents:
                          f"scripts/import_latents.py, or try the built-in shapes with `bash scripts/quickstart.sh`.")
     meta = read_record(Metadata, record, "docs/data.md has the format, and scripts/prepare_latents.py writes it.")
     types = row_types(meta.model_dump())
-    allow_open_files(len(meta.shards) * len(types))
+    allow_open_files()
     files = {name: [file_of(folder, shard, name) for shard in meta.shards] for name in types}
     rows = {name: [open_npy(file, (shard.count, *shape), dtype)
                    for file, shard in zip(files[name], meta.shards, strict=True)]
@@ -314,8 +314,7 @@ def check_values(stored: np.ndarray, kind: Kind, autoencoder: str, where: str, r
         warnings.warn(problem, stacklevel=3)
 
 
-def allow_open_files(num_files: int) -> None:
-    """Raises this process's limit on open files if `num_files` more would exceed it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # Python, torch and the trackers hold files open, too.
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(soft, num_files + 512), hard), hard))
+def allow_open_files() -> None:
+    """Raises this process's limit on open files to the most that it may have."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

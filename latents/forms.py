@@ -144,7 +144,7 @@ def open_files(source: Path, listing: Listing, latents: dict[str, str], class_of
     """
     if not latents:
         raise ValueError(f"source={source} holds no .npy files of latents. Pickles, such as MaskDiT's .latent, can run "
-                         f"code and are never loaded: rewrite them by the lines in docs/interop.md.")
+                         f"code and are never loaded: rewrite them as docs/interop.md says.")
     if unpaired := sorted(latents.keys() ^ class_of.keys()):
         raise ValueError(f"source={source} has {len(latents)} latents and {len(class_of)} labels: {unpaired[0]!r} has "
                          f"no {'label' if unpaired[0] in latents else 'latent'}.")

@@ -200,7 +200,7 @@ def finish(
     remove_records(out)
 
     if unreadable:
-        print(f"{len(unreadable)} files are no images and are left out ({out / 'metadata.json'} lists them):")
+        print(f"{len(unreadable)} images are not 8-bit RGB and are left out ({out / 'metadata.json'} lists them):")
         for name, reason in unreadable[:20]:
             print(f"  {name}: {reason}")
     kind = f"{metadata['kind']}, mirrored" if metadata["mirrored"] else metadata["kind"]

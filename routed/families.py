@@ -19,11 +19,21 @@ def one(path: str, along: Any = None, text: Any = None, tokens: Any = 0, out: in
     return Family((Blocks(path, along or {}, tokens, text, out, rejoins, per_sample),), **places)
 
 
+def beside_patches(network: Any, _call: dict[Any, Any]) -> int:
+    """Counts the tokens in front of the patches, such as REG's class token, which have rows of pos_embed."""
+    try:
+        return int(network.pos_embed.shape[1] - network.x_embedder.num_patches)
+    except AttributeError as error:
+        raise ValueError(f"{error}, which tells an original {type(network).__name__}'s class tokens from its patches: "
+                         f"describe this one, as by blocks='blocks', keep=1 for one class token.") from None
+
+
 # A class of a library has the library's name in front. Original code is recognised by the class and by what `fits`.
 FAMILIES: dict[str, Family] = {
     "dit.DiT": one("blocks", {"positions": 1}),
     "timm.VisionTransformer": one("blocks", front=lambda network, call: network.num_prefix_tokens),
-    **dict.fromkeys(("DiT", "SiT", "PixArt", "PixArtMS"), one("blocks")),
+    **dict.fromkeys(("DiT", "SiT"), one("blocks", front=beside_patches)),
+    **dict.fromkeys(("PixArt", "PixArtMS"), one("blocks")),
     "LightningDiT": one("blocks", {"feat_rope": by_place(2)}),
     "MMDiT": one("joint_blocks", tokens=1, text=0, out=1),
     "diffusers.PixArtTransformer2DModel": one("transformer_blocks", {MASK: 2}),

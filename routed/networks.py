@@ -58,6 +58,10 @@ class Family:
     free: Callable[[nn.Module, dict[Any, Any]], int] | None = None
     text_last: bool = False
 
+    @property
+    def has_text(self) -> bool:
+        return any(spec.text is not None for spec in self.lists)
+
 
 def gathered(value: Tensor, index: Tensor, axis: int) -> Tensor:
     """Returns the rows of an index (B, n) along an axis of a tensor (B or 1, …)."""

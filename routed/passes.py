@@ -79,7 +79,7 @@ class Pass:
             try:
                 output, taken = kept.call(by_name)
             except (RuntimeError, IndexError, TypeError, AssertionError) as error:
-                if not failure or isinstance(error, torch.OutOfMemoryError):
+                if not failure or isinstance(error, torch.cuda.OutOfMemoryError):
                     raise
                 raise ValueError(f"{block} fails when each sample keeps its own tokens "
                                  f"({str(error).partition(chr(10))[0]}). Cause: {failure}. What along= names gets a "
@@ -89,7 +89,8 @@ class Pass:
             self.returned = block, tokens_in(output, block)
             BACKWARD.mark(output, self, block.index)
         is_inside = block.route is not None and not block.ends and not block.spec.rejoins
-        is_sealed = is_inside and self.seals and self.routing.blocks[block.index + 1].spec is block.spec
+        is_sealed = is_inside and self.seals and (      # where two lists meet, text may join the tokens
+            not self.routing.family.has_text or self.routing.blocks[block.index + 1].spec is block.spec)
         return self.sealed(block, output) if is_sealed else output
 
     def by_name(self, block: RouteBlock, forward: Callable[..., Any], args: Any, kwargs: Any) -> Callable[..., Any]:

@@ -82,7 +82,8 @@ class Routing:
     def call(self, block: RouteBlock | None, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls the network (None) or a block of it in a forward pass; the network or block 0 begins the pass."""
         if not torch.is_grad_enabled() and (block is None or block.route) and any(
-                isinstance(value, Tensor) and value.requires_grad for value in (*args, *kwargs.values())):
+                isinstance(value, Tensor) and value.requires_grad and not isinstance(value, nn.Parameter)
+                for value in (*args, *kwargs.values())):
             raise ValueError(f"{block or 'The network'} runs without the gradient that its input needs, as in a "
                              f"reentrant checkpoint or one that offloads activations: use torch's checkpoint with "
                              f"use_reentrant=False, or detach the input.")
@@ -145,8 +146,7 @@ def described(network: nn.Module, options: Any) -> Family:
     if options.blocks is not None:
         return Family((Blocks(options.blocks if isinstance(options.blocks, str) else "blocks=", along),))
     family: Family = options.family or families.family_of(network)
-    if options.keep is not None and (family.front or family.free or any(
-            spec.text is not None for spec in family.lists)):
+    if options.keep is not None and (family.front or family.free or family.has_text):
         raise ValueError(f"keep= does not apply: {type(network).__name__} is known, and its tokens that are never "
                          f"routed are counted. Use keep_mask= for others.")
     return replace(family, lists=tuple(replace(spec, along={**spec.along, **along}) for spec in family.lists))
@@ -188,7 +188,7 @@ def routed(
     routing = Routing(network, [routes] if isinstance(routes, Route) else list(routes), options)
     other, _ = vars(network).get("_routed", (None, None))
     if not any(block.route for block in routing.blocks):     # dense: uses what was compiled without a route
-        outside = routing if other is None else other
+        outside = routing if other is None or other.thread != threading.get_ident() else other
         outside.pauses += 1
         try:
             yield routing
@@ -210,7 +210,7 @@ def routed(
         if routing.run is None:
             raise ValueError(f"{type(network).__name__} was not called inside routed(), so nothing was routed: call "
                              f"this very network inside the `with` block.")
-        if routing.run.last < len(routing.blocks):
+        if routing.run.is_open:     # one that an error broke off, as for want of memory, is not
             routing.run.advance(len(routing.blocks))
     finally:
         for hook in hooks:

@@ -197,7 +197,7 @@ def measured(kept: Any, call: Callable[..., Any], dtype: torch.dtype | None, mod
         x, main = first.tokens(), tokens_in(out, block)
         if not isinstance(main, Tensor) or main.shape != x.shape:
             return None, "it returns something else than tokens"      # `Pass.leave` raises an error for it
-        added, size, eps = rms(main - x), rms(main), torch.finfo(dtype or x.dtype).eps
+        added, size, eps = rms(main - x), rms(main), torch.finfo(dtype or torch.bfloat16).eps
         if not math.isfinite(added):
             return None, "its output is not finite"
         if added <= 4 * eps * size:         # lost when added to the tokens and rounded

@@ -9,6 +9,7 @@ from accelerate import PartialState
 from torch import Tensor
 
 import extensions
+from autoencoder import Convention
 from dit import DiT
 from guidance import Guidance
 from routing_module import Route
@@ -49,8 +50,10 @@ def open_sampling(state: PartialState, cfg: SamplingSettings, as_latents: bool =
     classes = parse_classes("classes", cfg.classes, net.num_classes, trained.class_names, trained.classes)
     if as_latents:
         return Sampling(trained, sampler, classes, finite, net.input_size)
+    unknown = checkpoint.record.imported and checkpoint.record.data.autoencoder == autoencoders.NONE
     decoder = autoencoders.load_decoder(
-        trained.autoencoder, (net.in_channels, net.input_size, net.input_size), trained.convention, state.device,
+        trained.autoencoder, (net.in_channels, net.input_size, net.input_size),
+        None if unknown and trained.convention == Convention() else trained.convention, state.device,
         DTYPES[cfg.decode_precision], batch_size=cfg.decode_batch_size, trusted=cfg.autoencoder is not None,
     )
     return Sampling(trained, sampler, classes, partial(decoder.decode, strict=True),

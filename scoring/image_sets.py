@@ -54,9 +54,10 @@ class StoredImages:
 
     def share(self, state: Accelerator | PartialState, chosen: np.ndarray, batch_size: int) -> Iterator[Batch]:
         """Reads this rank's share of the `chosen` images, batch by batch, with their places in `chosen`."""
+        order = np.argsort(chosen)  # as the files lie on disk, since a row of parquet is read with its row group
         for start in range(state.process_index * batch_size, len(chosen), batch_size * state.num_processes):
-            indices = chosen[start : start + batch_size]
-            yield torch.arange(start, start + len(indices)), self.read(indices)
+            places = order[start : start + batch_size]
+            yield torch.from_numpy(places), self.read(chosen[places])
 
 
 @dataclass
@@ -146,8 +147,9 @@ def open_decoded(
 ) -> StoredImages:
     """Opens a latent folder as images that its autoencoder decodes; moments are decoded at their means."""
     latents = open_latents(path)
-    decoder = autoencoders.load_decoder(autoencoder or latents.autoencoder, latents.shape, latents.convention, device,
-                                        batch_size=decode_batch_size, trusted=autoencoder is not None)
+    name = latents.autoencoder if latents.autoencoder == "identity" else autoencoder or latents.autoencoder
+    decoder = autoencoders.load_decoder(name, latents.shape, latents.convention, device, batch_size=decode_batch_size,
+                                        trusted=autoencoder is not None)
 
     def read(indices: np.ndarray) -> Tensor:
         stored = torch.from_numpy(latents.read(indices)[0]).to(device).float()

@@ -62,7 +62,7 @@ def main(cfg: ImportSettings) -> None:
     files.require_room(out, needed, "make room, or set out= to a folder on another disk.")
     checkpoints.save(out, {"ema": state}, meta)
     print(f"{file}: {foreign.describe(cfg.format)}. {out} takes {needed / 1e6:,.1f} MB. next: python sample.py "
-          f"{typed('checkpoint', out)}")
+          f"{typed('checkpoint', out)}{' autoencoder=…' * (foreign.data['autoencoder'] == 'none')}")
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def check_settings(cfg: PrepareSettings, cli_overrides: Mapping[str, str]) -> Pr
                why="source=shapes has classes of its own")
     else:
         refuse(cli_overrides, "shapes", why="only source=shapes reads it")
-    if not (cfg.labels or "").endswith(".csv"):
+    if not (cfg.labels or "").lower().endswith(".csv"):
         refuse(cli_overrides, "name_column", why="only labels=<file>.csv reads it")
     if cfg.labels in WAYS:
         refuse(cli_overrides, "label_column", why=f"labels={cfg.labels} reads no column")
@@ -83,6 +83,9 @@ def main(cfg: PrepareSettings) -> None:
     state = join_ranks(False, cfg.tf32, {"precision": cfg.precision}, timeout=timedelta(days=7))
     out, resolution, autoencoder = Path(cfg.out), cfg.resolution, cfg.autoencoder
     assert resolution and autoencoder   # of `check_settings`
+    if out.resolve().is_relative_to(Path(cfg.source).resolve()):
+        raise ValueError(f"out={out} lies in source={cfg.source}, where its files would count as more images: set "
+                         f"another.")
     kind = "sample" if autoencoder == "identity" else "moments"
     source = (open_shapes(cfg.shapes.count, cfg.shapes.seed, resolution) if cfg.source == "shapes" else
               open_source(cfg.source, cfg.labels, Columns(cfg.image_column, cfg.name_column, cfg.label_column)))
@@ -90,7 +93,8 @@ def main(cfg: PrepareSettings) -> None:
                 f"({a_few(source.class_names)}), other files: {len(source.others)} ({a_few(source.others) or 'none'})")
 
     teach, code = load_function("teacher", cfg.teacher) if cfg.teacher else (None, None)
-    weights = [Path(autoencoder), Path(autoencoder).with_name(autoencoders.STATISTICS), *([code] if code else [])]
+    scales = (autoencoders.STATISTICS, "config.json") if Path(autoencoder).is_file() else ()    # beside the weights
+    weights = [Path(autoencoder), *map(Path(autoencoder).with_name, scales), *([code] if code else [])]
     settings = dict(resolution=resolution, autoencoder=autoencoder, kind=kind, mirror=cfg.mirror,
                     precision=cfg.precision, shard_size=cfg.shard_size, tf32=cfg.tf32, fingerprint=source.fingerprint(),
                     teacher=cfg.teacher, patch_size=cfg.patch_size if cfg.teacher else None,

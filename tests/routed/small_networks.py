@@ -6,6 +6,7 @@ The codes themselves are run by `tests/rigs/test_original_codes.py`.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -82,8 +83,14 @@ def made(block: Callable, call: Callable = lambda part, x: part(x), name: str = 
     net = type(name, (nn.Module,), dict(forward=run))()
     blocks = of_blocks(block, depth)
     setattr(net, path, make(blocks))
-    vars(net).update(attributes)
+    for key, value in attributes.items():
+        setattr(net, key, value)
     return Case(net, inputs or dict(x=X), [*getattr(net, path)], N, first)
+
+
+def patches(rows: int) -> dict[str, Any]:
+    """What DiT's and SiT's code holds of N patches: their embedder, and positions of them and of tokens in front."""
+    return dict(pos_embed=torch.zeros(1, rows, D), x_embedder=SimpleNamespace(num_patches=N))
 
 
 # ---- like original codes --------------------------------------------------------------------------------------------
@@ -251,7 +258,7 @@ def lumina() -> Case:
 
 CODES = {
     "SiT": partial(made, lambda self, x, c: self.attend(x + c[:, None]),
-                   lambda part, x: part(x, torch.ones(BATCH, D)), "SiT"),
+                   lambda part, x: part(x, torch.ones(BATCH, D)), "SiT", **patches(N)),
     "PixArtMS": partial(made, lambda self, x, y, t, mask=None, **kwargs: self.attend(x + y.mean()),
                         lambda part, x: part(x, torch.ones(1, 7, D), None, [TEXT] * BATCH, HW=(4, 4)), "PixArtMS"),
     "LightningDiT": partial(made, lambda self, x, c, feat_rope=None: self.attend(x, feat_rope),

@@ -3,8 +3,8 @@
 import copy
 import gc
 import pickle
-import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ import pytest
 import torch
 from library_networks import example, family
 from oracle import BATCH, N, assert_close, assert_exact, gradients, is_routed, randn, refused
-from small_networks import CODES, TABLE, Plain, X, made
+from small_networks import CODES, TABLE, D, Plain, X, made
 from test_keep_mask import mask_for
 from test_libraries import noise_for
 from test_situations import turned
@@ -109,6 +109,10 @@ def test_the_tokens_of_a_pass_are_freed_also_where_a_block_raises(broken):
     assert all(tokens() is None for tokens in seen) and not is_routed(net)
 
 
+def out_of_memory(*_):
+    raise torch.cuda.OutOfMemoryError
+
+
 def test_the_network_is_as_it_was_after_an_error_and_keeps_another_forward():
     net = Plain()
     dense, net.forward = net(X), partial(Plain.forward, net)        # as accelerate gives a network a forward of its own
@@ -119,11 +123,13 @@ def test_the_network_is_as_it_was_after_an_error_and_keeps_another_forward():
         net(X[..., :2])
     with routed(net, TWO, **NAMED):
         assert not torch.allclose(net(X), dense)
+        with net.blocks[2].register_forward_pre_hook(out_of_memory), pytest.raises(torch.cuda.OutOfMemoryError):
+            net(X)                          # a trainer goes on with the next batch
     assert net.forward is forward and torch.equal(net(X), dense)
 
 
 def test_another_thread_sees_the_dense_network_and_so_does_a_block_without_routes():
-    net, seen, noise = Plain(), [], torch.rand(BATCH, 1, N)
+    net, noise = Plain(), torch.rand(BATCH, 1, N)
     dense, state = net(X), torch.get_rng_state()
     for routes in ([], [Route(0, -1, 0.0)]):
         with routed(net, routes, **NAMED) as routing:
@@ -134,10 +140,20 @@ def test_another_thread_sees_the_dense_network_and_so_does_a_block_without_route
         with routed(net, [], **NAMED):
             assert torch.equal(net(X), dense)
         assert torch.equal(net(X), out) and not torch.allclose(out, dense)
-        other = threading.Thread(target=lambda: seen.append(net(X)))
-        other.start()
-        other.join()
-    assert torch.equal(seen[0], dense) and torch.equal(net(X), dense)
+        with ThreadPoolExecutor(1) as other:
+            sampler = routed(net, [], **NAMED)
+            other.submit(sampler.__enter__).result()
+            assert torch.equal(other.submit(net, X).result(), dense) and torch.equal(net(X), out)
+            other.submit(sampler.__exit__, None, None, None).result()
+    assert torch.equal(net(X), dense)
+
+
+def test_a_parameter_that_blocks_share_may_be_an_argument_without_gradients():
+    net = made(lambda self, x, shift: self.attend(x + shift), lambda part, x: part(x, shift)).model
+    shift = nn.Parameter(torch.ones(D))
+    with torch.no_grad(), routed(net, MIDDLE, blocks="blocks") as routing:
+        net(x=X)
+    assert len(routing.trials) == 2
 
 
 @pytest.mark.parametrize("wrapped_by_accelerate", [False, True])

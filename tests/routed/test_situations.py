@@ -10,7 +10,7 @@ import pytest
 import torch
 from diffusers.models.modeling_outputs import Transformer2DModelOutput as Output
 from oracle import BATCH, THREE, Case, N, assert_exact, randn, refused
-from small_networks import CODES, TABLE, D, X, by_name, lumina, made, through, two_streams, wan
+from small_networks import CODES, TABLE, D, X, by_name, lumina, made, of_blocks, patches, through, two_streams, wan
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -124,6 +124,11 @@ def class_token_first(net, x):
     return through(net.blocks, torch.cat([x.new_ones(len(x), 1, D), x], dim=1), lambda part, x: part(x, None))
 
 
+def neighbours_where_lists_meet(net, x):
+    x = through(net.blocks, x)
+    return through(net.more, x + x.roll(1, dims=1))
+
+
 def changed_behind(net, x):
     """As RAE's DiT-DH between its encoder and its decoder."""
     return through(net.blocks, x, lambda part, x: part(F.silu(x) if part.number == 3 else x))
@@ -183,11 +188,10 @@ EXACT = {       # network, and its description
     "a number of tokens": (made(counted, lambda part, x: part(x, N)), dict(along={"length": fewer})),
     "a class token": (made(attention, forward=class_token_first), dict(keep=1)),
     "a size": (made(lambda self, x, size: self.attend(x), lambda part, x: part(x, torch.Size([4, 4]))), {}),
-    "a class token under a known name": (made(attention, name="SiT", forward=class_token_first),
-                                         dict(keep=1, blocks=None)),
+    "REG's class token": (made(attention, name="SiT", forward=class_token_first, **patches(N + 1)), dict(blocks=None)),
     "a known name with another table": (
         made(lambda self, x, rope: self.attend(x, lambda q: q * rope[:, None]), with_table(lambda table: table[None]),
-             "SiT"), dict(along={"rope": 1}, blocks=None)),
+             "SiT", **patches(N)), dict(along={"rope": 1}, blocks=None)),
     "REPA's projector behind the route": (made(attention, forward=projected), dict(routes=[Route(0, 0, 0.5)])),
     "a wrapper that scales": (made(attention, make=lambda parts: nn.ModuleList(map(Halved, parts))), {}),
     "a mask (B heads, N, N)": (made(lambda self, x, mask: self.attend(x, mask=mask.unflatten(0, (len(x), -1))),
@@ -227,6 +231,11 @@ REFUSED = {     # network, its description, and what the error says
         r"x is \(\d+, 16, 8\), but tokens \(B, N, D\) of \d samples.* fold none into the batch"),
     "another block of a list": (made(lambda self, x: pooled_keys(self, x) if self.number == 2 else self.attend(x)),
                                 dict(routes=MIDDLE), f"block 2 .*{POSITIONS}"),
+    "neighbours where two lists meet": (
+        made(attention, forward=neighbours_where_lists_meet, more=nn.ModuleList(of_blocks(attention, 2))),
+        dict(blocks=None, family=Family((Blocks("blocks"), Blocks("more"))), routes=[Route(1, 4, 0.5)]),
+        "After block 3 .* computes with the others"),
+    "a SiT that counts no patches": (made(attention, name="SiT"), dict(blocks=None), "no attribute 'pos_embed'"),
     "order alone": (made(causal), {}, "set ordered=True"),
     "a bias of std 0.02": (made(relative), {}, POSITIONS),
     "a bias in bfloat16": (made(relative), dict(call=lambda case: case.model.bfloat16()(X.bfloat16())), POSITIONS),

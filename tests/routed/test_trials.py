@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from oracle import BATCH, N
+from oracle import BATCH, N, randn
 from small_networks import TABLE, Attention, D, X, made
 from test_situations import attention
 from torch import nn
@@ -94,6 +94,18 @@ def test_a_trial_runs_in_float32_at_least(dtype):
         net(x=X.to(dtype))
     assert len(routing.trials) == 4
     assert all(row.dtype == torch.float32 and row.deviation < 1e-5 < row.tolerance < 2e-3 for row in routing.trials)
+
+
+def test_a_block_with_a_kernel_for_half_alone_has_the_tolerance_of_half():
+    def summed_in_half(self, x):
+        tokens = x.to(torch.bfloat16).unbind(1)
+        if tokens[0].dtype == torch.float32:
+            raise RuntimeError("only half is supported, as by flash attention")
+        return x + self.out((sum(tokens) / len(tokens)).float())[:, None]
+
+    with routed(made(summed_in_half).model, HALF, blocks="blocks") as routing:
+        routing.network(x=randn(BATCH, N, D))
+    assert len(routing.trials) == 4 and max(row.deviation for row in routing.trials) > 2e-4
 
 
 def test_a_description_that_is_made_anew_in_each_step_is_tried_once():

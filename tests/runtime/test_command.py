@@ -209,8 +209,9 @@ def test_the_keys_of_the_config_are_those_that_are_declared_and_help_lists_them(
         assert "\nmodel=tread: dit | sprint | tread" in printed and "\n## model/tread.yaml\n" in printed
 
 
+# Of libraries, files and scripts/compare.py.
 LIBRARY = {"latents_std", "pixels", "generator", "key", "WORLD_SIZE", "torchao", "teacher", "LOCAL_RANK", "MASTER_PORT",
-           "use_rope", "return_features", "PYTHONPATH", "pairs", "seconds", "WANDB_MODE", "sample_size"}  # of libraries and files
+           "use_rope", "return_features", "PYTHONPATH", "pairs", "seconds", "WANDB_MODE", "sample_size"}
 
 
 def words_of(error: ast.Raise) -> str:

@@ -141,7 +141,8 @@ def test_unreadable_files_are_counted_listed_and_left_out(pets, tmp_path, capsys
     assert metadata["count"] == 5 and [shard["count"] for shard in metadata["shards"]] == [3, 2]
     assert arrays["labels"].tolist() == [1, 1, 2, 2, 2] and metadata["num_classes"] == 3
     printed = capsys.readouterr().out
-    assert "5 files are no images and are left out" in printed and "cat/0.png: not an image of a known kind" in printed
+    assert "5 images are not 8-bit RGB and are left out" in printed
+    assert "cat/0.png: not an image of a known kind" in printed
     assert "10 images, classes: 3 (cat, dog, emu), other files: 1 (cat/notes.txt)" in printed
 
 
