@@ -326,6 +326,14 @@ def test_precision_and_recall_use_as_many_images_of_a_large_reference_as_adms_ha
     assert of_folder == pytest.approx(of_npz, rel=1e-9)
 
 
+def test_a_shuffled_set_is_read_in_the_order_in_which_it_is_stored():
+    read, shuffled = [], np.random.RandomState(0).permutation(100)
+    images = image_sets.StoredImages(100, lambda indices: read.extend(indices), {}, shuffled)
+    chosen = images.choose(40)
+    places = torch.cat([places for places, _ in images.share(one_rank(), chosen, 7)])
+    assert read == sorted(chosen) and chosen[places].tolist() == read
+
+
 def test_reference_statistics_are_the_same_from_images_and_from_latents_of_them(tmp_path):
     prepare("shapes", tmp_path / "latents", resolution=16, autoencoder="identity", shapes={"count": 60, "seed": 0})
     np.savez_compressed(tmp_path / "images.npz", arr_0=shapes(60).numpy())      # which is read twice
@@ -337,6 +345,8 @@ def test_reference_statistics_are_the_same_from_images_and_from_latents_of_them(
         assert np.array_equal(one["arr_0"], two["arr_0"]) and np.array_equal(one["arr_0"], shapes(60).numpy()[::3])
         x = load_extractor(one_rank(), "pixels").compute(shapes(60))["pool"].double()
         assert np.allclose(one["mu"], x.mean(0)) and np.allclose(one["sigma"], torch.cov(x.T))
+    decoded = image_sets.open_decoded(str(tmp_path / "latents"), torch.device("cpu"), "sd_vae_ema")
+    assert decoded.record["autoencoder"] == "identity"      # whatever decodes what is scored against it
     row = command(tmp_path, images=tmp_path / "latents", reference=tmp_path / "images.npz.ref.npz")
     assert abs(row["metrics"]["fd_pixels"]) < 1e-6 and row["reference"]["size"] == [16, 16]
     assert row["image_rule"] == image_sets.SAMPLED_RULE

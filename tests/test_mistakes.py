@@ -69,6 +69,7 @@ TYPED = {
     ],
     "prepare_latents": [
         ("out=pets", "pets"), ("labels=folder", "nor one of folders, cls, none"),
+        ("out=pets/latents", "lies in source=pets"),
         ("labels=folders", "label_column=kind", "label_column=kind would change nothing: labels=folders"),
     ],
     "import_latents": [

@@ -134,7 +134,7 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
                                               ".DS_Store": b"", "lost+found/x": ""}, "", {}, "cat dog"),
     "folders that are named like no class": (numbered("None/0.png", "nan/1.png"), "", {}, "None nan"),
     "Intel's seg_train, seg_test, seg_pred": (INTEL, "", {}, [
-        "set one: labels=folders (seg_pred, seg_test, seg_train); source=./<one of them>; labels=none (one class); or "]),
+        "set one: labels=folders (seg_pred, seg_test, seg_train); source=./<one of them>; labels=none (one class)"]),
     "a zipped folder": ({"pets.zip": numbered("pets/cat/0.png", "pets/dog/1.png")}, "pets.zip", {}, [
         "labels=folders (pets); source=pets.zip/pets; labels=none"]),
     "Tiny-ImageNet's train": (numbered("n1/images/0.JPEG", "n2/images/1.JPEG"), "", {"labels": "folders"}, "n1 n2"),

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 
 import pytest
@@ -13,7 +14,7 @@ from conftest import ROOT, command_of, commands, run_command
 
 import train
 from runtime import ranks, schema
-from runtime.command import command, compose, jobs_of
+from runtime.command import command, commit, compose, jobs_of
 from runtime.schema import read, refuse
 from sample import SampleSettings
 from training.settings import TrainSettings
@@ -187,6 +188,20 @@ def test_each_job_has_its_own_precision_and_the_signals_of_a_first_one_and_a_cal
             command("small", Small)(NEVER)("step=3")
     finally:
         ranks.start_anew(handlers)
+
+
+def test_a_new_extension_is_a_change_of_the_code(tmp_path, monkeypatch):
+    for folder in ("runtime", "metrics"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "one.py").touch()
+    for step in (["init", "-q"], ["add", "."], ["-c", "user.name=x", "-c", "user.email=x", "commit", "-qm", "x"]):
+        subprocess.run(["git", "-C", tmp_path, *step], check=True)
+    monkeypatch.setattr("runtime.command.__file__", str(tmp_path / "runtime/command.py"))
+    commits = []
+    for new in ("scripts.py", "metrics/two.py"):
+        (tmp_path / new).touch()
+        commits.append(commit.__wrapped__())
+    assert commits[1] == f"{commits[0]}-dirty" and re.fullmatch("[0-9a-f]{12}", commits[0])
 
 
 # ---- every command --------------------------------------------------------------------------------------------------

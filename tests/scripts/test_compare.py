@@ -112,6 +112,8 @@ def test_a_run_that_was_resumed_with_other_routes_or_length_is_refused(shapes, t
     ({"reference": {"path": "a", "sha256": None}}, {"reference": {"path": "b", "sha256": None}}, "reference.path"),
     ({"extractor": {"sha256": "1"}}, {"extractor": {"sha256": "2"}}, "extractor.sha256"),
     ({"images": 8}, {"images": 9}, "num_samples"), ({"metric": "fd_a"}, {"metric": "fd_b"}, "metric"),
+    ({"guidance": {"scale": 2, "weak": {"checkpoint": "a", "weights_sha256": "1", "step": 2}}},
+     {"guidance": {"scale": 2, "weak": {"checkpoint": "b", "weights_sha256": "2", "step": 2}}}, None),
     ({"guidance": {"scale": 2}}, {}, "guidance"), ({}, {"metric": "precision"}, "seeds or steps"),
 ])
 def test_only_scores_that_differ_in_seed_time_and_score_alone_are_compared(one, other, differing):

@@ -176,6 +176,16 @@ def test_a_vae_that_overflows_float16_is_not_stored(pets, vae_folder, tmp_path, 
     assert sorted(os.listdir(tmp_path / "out")) == [".lock", "preparing.json"]
 
 
+def test_another_scale_beside_a_file_of_weights_is_refused_on_resuming(pets, vae_folder, tmp_path, monkeypatch):
+    file, load = tmp_path / "vae.safetensors", autoencoders.load_autoencoder
+    monkeypatch.setattr(autoencoders, "load_autoencoder", lambda name, *options: load(vae_folder, *options))
+    file.touch()
+    (tmp_path / "config.json").write_text('{"scaling_factor": 0.18215}')
+    prepare(pets, tmp_path / "out", autoencoder=file)
+    (tmp_path / "config.json").write_text('{"scaling_factor": 0.13025}')
+    refused(lambda: prepare(pets, tmp_path / "out", autoencoder=file), "times of the autoencoder's")
+
+
 def test_a_finished_folder_is_left_alone_and_other_settings_are_refused(pets, tmp_path, capsys):
     prepare(pets, tmp_path / "out", shard_size=4)
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}

@@ -6,9 +6,11 @@ import re
 from pathlib import Path
 
 import diffusers
+import numpy as np
 import pytest
 import torch
 from closed_forms import fill, wave
+from conftest import save_vae
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
 from spoils import refused
@@ -16,6 +18,7 @@ from test_published_parity import DDPM_, TINY, TINY_LIGHTNING, CountedNoise, ass
 from torch import nn
 from training_runs import trained, write_run
 
+import sample
 from dit import DiT
 from edm import DDPM
 from guidance import Guidance
@@ -40,6 +43,17 @@ def imported(source, form: str, **settings) -> Trained:
     typed = {"source": str(source), "format": form, "out": str(out), "num_heads": 4, "autoencoder": "none"} | settings
     import_weights.main.__wrapped__(read(import_weights.ImportSettings, plain | typed))
     return load_trained(out)
+
+
+def test_latents_of_an_unknown_autoencoder_are_scaled_as_by_the_one_that_is_named_later(tmp_path):
+    vae, images = save_vae(tmp_path / "vae", scaling_factor=0.5), []
+    save_file(weights_of("sit"), tmp_path / "x.safetensors")
+    for known in ("none", vae):
+        net = imported(tmp_path / "x.safetensors", "sit", autoencoder=str(known)).checkpoint.file.parent
+        sample.main(checkpoint=str(net), autoencoder=str(vae), seeds="0-1", num_steps=2, cpu=True,
+                    out=str(tmp_path / f"{len(images)}.npz"))
+        images.append(np.load(tmp_path / f"{len(images)}.npz")["arr_0"])
+    assert np.array_equal(*images) and images[0].std() > 1
 
 
 def tables(side: int = 4, head_dim: int = 16) -> dict:
