@@ -122,11 +122,11 @@ def case(network, first=None, behind=0, **inputs):
 # ---- the codes ------------------------------------------------------------------------------------------------------
 
 
-def class_labelled(folder, module, name="SiT", **options):
+def class_labelled(folder, module, name="SiT", inputs=(), **options):
     with code(folder, module) as found:
         net = getattr(found, name)(input_size=8, in_channels=4, num_classes=5,
                                    **dict(hidden_size=32, depth=4, num_heads=2) | options)
-    return case(net, x=IMAGE, t=SHARE, y=torch.tensor([1, 2, 3]))
+    return case(net, x=IMAGE, t=SHARE, y=torch.tensor([1, 2, 3]), **dict(inputs))
 
 
 def pixart(name):
@@ -275,11 +275,12 @@ def hunyuan15_musubi():
                 byt5_text_mask=torch.ones(BATCH, 3).long())
 
 
+REPA = dict(encoder_depth=4, z_dims=[8], projector_dim=16, decoder_hidden_size=32, fused_attn=True, qk_norm=False)
 CASES = {
     "DiT": partial(class_labelled, "DiT", "models", "DiT"),
     "SiT": partial(class_labelled, "SiT", "models"),
-    "REPA": partial(class_labelled, "REPA", "models.sit", encoder_depth=4, z_dims=[8], projector_dim=16,
-                    decoder_hidden_size=32, fused_attn=True, qk_norm=False),
+    "REPA": partial(class_labelled, "REPA", "models.sit", **REPA),
+    "REG": partial(class_labelled, "REG", "models.sit", inputs=dict(first=1, cls_token=randn(BATCH, 8)), **REPA),
     "LightningDiT": partial(class_labelled, "LightningDiT", "models.lightningdit", "LightningDiT", use_rope=True,
                             use_qknorm=True, use_swiglu=True, use_rmsnorm=True, wo_shift=True),
     "PixArt-alpha": partial(pixart, "PixArt"),
