@@ -42,13 +42,6 @@ def test_a_check_that_raises_fails_with_its_first_line_and_the_others_still_run(
     assert end == "1 of 2 checks failed: broken"
 
 
-def test_what_the_pages_download_is_named_where_it_is_not_here(monkeypatch):
-    monkeypatch.setattr(check_gpu.importlib.util, "find_spec", lambda name: None)
-    result, message = check_gpu.outcome(check_gpu.check_downloads, True)
-    assert result == "SKIP" and "stabilityai/sd-vae-ft-ema (autoencoder=sd_vae_ema)" in message
-    assert "weights-inception-2015-12-05-6726825d.pth (" in message and "TensorFlow (features=adm)" in message
-
-
 @pytest.mark.parametrize(("factor", "says"), [
     (1.01, r"within 1\.0e-02 .* within 1\.0e-02 of the CPU's \(at most 0\.0001\)"), (float("nan"), "loss within nan"),
 ])
