@@ -4,16 +4,11 @@ import json
 
 import forked
 import pytest
-import torch
 from conftest import run_command
 
 from scripts import check_gpu
 
-
-@pytest.fixture(autouse=True)
-def settings_restored(fresh_accelerator):
-    yield
-    torch.set_float32_matmul_precision("highest")
+pytestmark = pytest.mark.usefixtures("fresh_accelerator", "float32_restored")
 
 
 def test_a_rehearsal_on_a_cpu_passes_and_writes_its_checks(graphs, tmp_path, capsys):
