@@ -105,6 +105,17 @@ def fresh_accelerator():
 
 
 @pytest.fixture
+def float32_restored():
+    """How float32 is multiplied is set back afterwards."""
+    import torch
+
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    yield
+    torch.set_float32_matmul_precision(before[0])
+    torch.backends.cudnn.allow_tf32 = before[1]
+
+
+@pytest.fixture
 def graphs(monkeypatch):
     """Counts what `compile_blocks` traces, as `graphs.frame_count`, without making kernels; a break is an error."""
     import torch

@@ -1,22 +1,21 @@
-"""Runs that are killed, out of disk or damaged resume: nothing is lost, and nothing changes. Signals: test_ranks.py.
+"""Runs that are killed or damaged resume: nothing is lost, and nothing changes. Signals: test_ranks.py.
 
 What public reports describe has its source in the test.
 """
 
 import contextlib
 import json
-import resource
 import shutil
 import signal
 from unittest.mock import Mock
 
 import forked
 import pytest
-from conftest import change_record, run_command
+from conftest import change_record
 from filelock import FileLock
-from training_runs import assert_same_end, command, refusal, rows, train_here, trained
+from test_hostile_files import everything
+from training_runs import assert_same_end, refusal, rows, train_here, trained
 
-import train
 from runtime import files
 from training.run_folder import changed_settings, check_resumable, discard_after
 from weights import checkpoints
@@ -45,26 +44,6 @@ def test_a_run_that_is_killed_again_and_again_ends_bit_identical_to_one_that_was
     assert not list((run / "checkpoints").glob(".*.tmp"))
 
 
-def contents(run) -> dict:
-    return {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-
-
-def test_a_full_disk_ends_the_run_with_a_one_line_error_and_leaves_the_last_good_checkpoint(shapes, tmp_path):
-    def live() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, size // 2))
-        run_command(train.main, *command(run, shapes))
-
-    run = tmp_path / "run"
-    trained(run, shapes, "steps=4")
-    good = checkpoints.latest(run)
-    size = max(path.stat().st_size for path in good.iterdir())
-    ended = forked.Life(live).wait()
-    assert ended.code == 1 and "File too large" in ended.stderr and "MiB are free" in ended.stderr
-    assert "could not be written" in ended.stderr and "Earlier checkpoints are untouched" in ended.stderr
-    assert checkpoints.latest(run) == good and [p.name for p in (run / "checkpoints").iterdir()] == [good.name]
-    trained(run, shapes, "steps=8")
-
-
 @pytest.mark.parametrize(("newest", "patches", "overrides", "code", "says"), [
     (24, {}, ["checkpoint.keep_last=1", "checkpoint.every=1"], 0, "Finished 24 steps"),
     (24, {}, ["model.init=xavier", "optimizer.lr=0.5"], 1,
@@ -85,10 +64,10 @@ def test_a_command_that_takes_no_step_changes_no_file(shapes, reference, tmp_pat
         (run / "checkpoints/step-00000024/model.safetensors").write_bytes(b"")
     for name, value in patches.items():
         monkeypatch.setattr(name, value)
-    before = contents(run)
+    before = everything(run)
     result = train_here(run, shapes, *overrides)
     assert result.returncode == code and says in result.stdout + result.stderr, result.stderr
-    assert contents(run) == before
+    assert everything(run) == before
 
 
 def test_a_resumed_run_knows_its_lowest_loss(shapes, tmp_path):

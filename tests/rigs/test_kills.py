@@ -29,7 +29,7 @@ from pathlib import Path
 import pytest
 import world
 from conftest import ROOT
-from forked import Changes, Ended, Life, killing, start
+from forked import Changes, Life, killing, start
 
 from runtime import files
 from runtime.command import commit
@@ -84,9 +84,6 @@ class Task:
             return Life(live)
         return start("-c", f"import pathlib, world; world.run(pathlib.Path({str(self.out.parent)!r}), "
                            f"{self.command!r}, {self.typed!r})", ranks=self.ranks)
-
-    def finish(self, life: Life) -> Ended:
-        return life.wait(LIMIT)
 
     def content(self) -> dict[str, str]:
         """Hashes every file that the command has left except the lock, ignoring values from the clock."""
@@ -160,7 +157,7 @@ def task(place, request) -> Task:
     for _ in range(2):
         shutil.rmtree(task.out, ignore_errors=True)
         began = time.monotonic()
-        ended = task.finish(task.start())
+        ended = task.start().wait(LIMIT)
         assert ended.code == 0, ended.printed
         task.wanted = task.wanted or task.content()
         assert not task.differs_in()
@@ -193,7 +190,7 @@ def test_a_command_that_is_killed_again_and_again_leaves_the_files_of_an_undistu
         else:
             at = rng.randint(1, task.changes)
             life, tried = task.start(killing(at, number)), f"kill {kills + 1} at change {at}"
-        ended = task.finish(life)
+        ended = life.wait(LIMIT)
         assert task.reached(task.out) >= before and not ended.out_of_time, f"{tried}: {ended.printed}"
         if not spared and (ended.code in (-number, 128 + number) or ended.code and task.ranks > 1):
             assert not ended.has_traceback or task.ranks > 1, f"{tried}: {ended.printed}"   # training saves at SIGTERM
@@ -219,12 +216,12 @@ def test_each_failed_write_ends_in_a_one_line_error_and_the_next_run_leaves_equa
     for at in range(1, task.changes + 1, max(1, task.changes // WRITES)):
         tried = f"{errno.errorcode[number]} at change {at} of {task.changes}"
         shutil.rmtree(task.out, ignore_errors=True)
-        ended = task.finish(task.start(partial(meet, at)))
+        ended = task.start(partial(meet, at)).wait(LIMIT)
         lines = [line for line in ended.printed.splitlines() if line.startswith(f"{task.command}.py: ")]
         failed = ended.code > 0 and len(lines) == 1 and not ended.has_traceback
         differs = [name for name in task.differs_in() if not HALF.search(name)]
         assert failed or (ended.code == 0 and not differs), f"{tried}: {ended.code}, {differs} {ended.printed}"
-        again = task.finish(task.start())
+        again = task.start().wait(LIMIT)
         assert again.code == 0 and not task.differs_in(), f"{tried}, again: {task.differs_in()} {again.printed}"
 
 

@@ -97,17 +97,12 @@ def test_settings_of_a_launcher_change_neither_precision_nor_accumulation(monkey
 
 
 @pytest.mark.parametrize("tf32", [True, False])
-def test_tf32_reaches_matrix_products_and_convolutions_and_the_record(tf32, monkeypatch):
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    try:
-        set_float32(tf32)
-        assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")
-        assert torch.backends.cudnn.allow_tf32 is tf32
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-        for capability, has in (((8, 0), tf32), ((7, 5), False)):  # T4 and older have none
-            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
-            assert describe_device(torch.device("cuda")) == {"device": "a GPU", "tf32": has}
-        assert describe_device(torch.device("cpu")) == {"device": "cpu", "tf32": False}
-    finally:
-        torch.set_float32_matmul_precision(before[0])
-        torch.backends.cudnn.allow_tf32 = before[1]
+def test_tf32_reaches_matrix_products_and_convolutions_and_the_record(tf32, monkeypatch, float32_restored):
+    set_float32(tf32)
+    assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")
+    assert torch.backends.cudnn.allow_tf32 is tf32
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    for capability, has in (((8, 0), tf32), ((7, 5), False)):  # T4 and older have none
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
+        assert describe_device(torch.device("cuda")) == {"device": "a GPU", "tf32": has}
+    assert describe_device(torch.device("cpu")) == {"device": "cpu", "tf32": False}

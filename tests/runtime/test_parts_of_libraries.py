@@ -10,17 +10,12 @@ from forked import Life
 from runtime.libraries import remove_unfinished_libraries
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory) -> bytes:
-    """A shared library as the linker writes it."""
+def test_an_unfinished_library_is_removed_unless_a_running_process_writes_it(tmp_path, monkeypatch, capsys):
     if not (compiler := shutil.which("c++")):
         pytest.skip("there is no compiler here")
-    file = tmp_path_factory.mktemp("library") / "x.so"
+    file = tmp_path / "x.so"
     subprocess.run([compiler, "-shared", "-xc++", "-", "-o", file], input=b"int x() { return 1; }", check=True)
-    return file.read_bytes()
-
-
-def test_an_unfinished_library_is_removed_unless_a_running_process_writes_it(library, tmp_path, monkeypatch, capsys):
+    library = file.read_bytes()  # as the linker writes it
     for name, part in {"a/whole.main.so": library, "b/empty.main.so": b"", "b/half.so": library[: len(library) // 2],
                        "c/begun.main.so": bytes(len(library)), "d/written.main.so": b"", "e/x.py": b""}.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -9,7 +9,6 @@ import sys
 
 import forked
 import pytest
-import torch
 from conftest import ROOT, run_command
 from test_docs import composed
 from test_gpu_plan import write_official
@@ -24,12 +23,8 @@ TINY = ["hidden_size=32", "depth=3", "num_heads=2", "tokens=16", "batch_size=4",
 
 
 @pytest.fixture(autouse=True)
-def small_products_and_settings_restored(monkeypatch, fresh_accelerator):
+def small_products(monkeypatch, fresh_accelerator, float32_restored):
     monkeypatch.setitem(benchmark.SQUARES, "cpu", (32, 64))
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    yield
-    torch.set_float32_matmul_precision(before[0])
-    torch.backends.cudnn.allow_tf32 = before[1]
 
 
 def run(tmp_path, *settings):

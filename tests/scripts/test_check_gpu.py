@@ -4,16 +4,11 @@ import json
 
 import forked
 import pytest
-import torch
 from conftest import run_command
 
 from scripts import check_gpu
 
-
-@pytest.fixture(autouse=True)
-def settings_restored(fresh_accelerator):
-    yield
-    torch.set_float32_matmul_precision("highest")
+pytestmark = pytest.mark.usefixtures("fresh_accelerator", "float32_restored")
 
 
 def test_a_rehearsal_on_a_cpu_passes_and_writes_its_checks(graphs, tmp_path, capsys):
@@ -40,13 +35,6 @@ def test_a_check_that_raises_fails_with_its_first_line_and_the_others_still_run(
     broken, passed, end = capsys.readouterr().out.splitlines()
     assert broken.startswith("FAIL  broken: RuntimeError: no kernel image  [") and passed.startswith("PASS  machine: ")
     assert end == "1 of 2 checks failed: broken"
-
-
-def test_what_the_pages_download_is_named_where_it_is_not_here(monkeypatch):
-    monkeypatch.setattr(check_gpu.importlib.util, "find_spec", lambda name: None)
-    result, message = check_gpu.outcome(check_gpu.check_downloads, True)
-    assert result == "SKIP" and "stabilityai/sd-vae-ft-ema (autoencoder=sd_vae_ema)" in message
-    assert "weights-inception-2015-12-05-6726825d.pth (" in message and "TensorFlow (features=adm)" in message
 
 
 @pytest.mark.parametrize(("factor", "says"), [

@@ -1,14 +1,13 @@
 """A checkpoint is complete or does not exist."""
 
 import hashlib
+import resource
 import warnings
-from unittest.mock import Mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors import SafetensorError
 
 from weights import checkpoints
 
@@ -36,11 +35,14 @@ def test_each_file_is_written_whole_and_recorded_with_its_hash(tmp_path):
                       "sha256": hashlib.sha256((folder / "one.safetensors").read_bytes()).hexdigest()}
 
 
-def test_a_full_disk_is_a_line_with_the_space_needed_and_leaves_the_earlier_checkpoint(tmp_path, monkeypatch):
-    good = save(tmp_path, 1)
-    monkeypatch.setattr(checkpoints, "save_file", Mock(side_effect=SafetensorError("No space left on device")))
-    with pytest.raises(OSError, match=r"step-00000002 could not be written \(No space left .*needs 1 MiB and .* free"):
-        checkpoints.save(checkpoints.step_folder(tmp_path, 2), {"model": {"a": torch.ones(2**18)}}, {"step": 2})
+def test_a_full_disk_is_a_line_with_the_space_needed_and_leaves_the_earlier_checkpoint(tmp_path):
+    good, limits = save(tmp_path, 1), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**19, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"step-00000002 could not be written \(.*File too .*needs 1 MiB and .* free"):
+            checkpoints.save(checkpoints.step_folder(tmp_path, 2), {"model": {"a": torch.ones(2**18)}}, {"step": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert [*(tmp_path / "checkpoints").iterdir()] == [good] and checkpoints.problem(good) is None
 
 

@@ -9,7 +9,7 @@ import huggingface_hub
 import pytest
 import torch
 from huggingface_hub import constants
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from training_runs import write_run
 
 from runtime import files
@@ -66,8 +66,6 @@ def test_each_kind_of_path_names_one_file(path, weights, file, here, monkeypatch
     ("empty", None, "empty holds no checkpoint yet"), ("damaged", None, "is damaged.*ema.safetensors is"),
     ("theirs", None, "Import it once: python scripts/import_weights.py source=theirs/0400000.pt out=weights/theirs "
      "format=repa num_heads=<heads> .*Then name weights/theirs"),
-    ("mine.safetensors", None, "source=mine.safetensors out=weights/mine and one of format=.*format=ours "
-     "num_heads=<heads> autoencoder=<what decodes its latents, or none> diffusion=<edm.ddpm.rf>"),
     ("a/b/c", None, "hf download a/b --include 'c/.' --local-dir b`, then name ./b/c"),
     ("a/b@v1", None, "hf download a/b --revision v1 --local-dir b`, then name ./b"),
     ("https://huggingface.co/me/x", None, "`hf download me/x --local-dir x`, then name ./x"),
@@ -80,7 +78,6 @@ def test_what_is_not_there_is_a_line_with_what_to_type(path, which, says, here):
     Path("empty/checkpoints").mkdir(parents=True), Path("theirs").mkdir()
     weights = load_file(STEP / "ema.safetensors")
     torch.save({"ema": weights, "model": weights, "args": {"prediction": "v", "vae": "ema"}}, "theirs/0400000.pt")
-    save_file(weights, "mine.safetensors")
     shutil.copytree(STEP, "damaged")
     Path("damaged/ema.safetensors").write_bytes(b"")
     with pytest.raises(ValueError, match=says) as refused:
