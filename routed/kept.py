@@ -174,11 +174,9 @@ class Kept:
 
 def joined(outs: list[Any]) -> Any:
     """Joins the outputs of single samples along the batch axis."""
-    if len(outs) == 1:
-        return outs[0]
     if isinstance(outs[0], tuple | list):
         return rebuilt(outs[0], [joined(list(parts)) for parts in zip(*outs, strict=True)])
-    return torch.cat(outs) if isinstance(outs[0], Tensor) else outs[0]
+    return torch.cat(outs) if len(outs) > 1 and isinstance(outs[0], Tensor) else outs[0]
 
 
 def tokens_in(output: Any, block: RouteBlock) -> Any:
