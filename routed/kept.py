@@ -74,8 +74,7 @@ class Kept:
     @property
     def per_sample(self) -> bool:
         """True if the block is called once for each sample, as an argument has no batch axis."""
-        return self.block.spec.per_sample or any(
-            0 in (axis if isinstance(axis, tuple) else [axis]) for axis in self.along.values())
+        return self.block.spec.per_sample or any(0 in leaves(axis) for axis in self.along.values())
 
     def places(self, length: int | None = None) -> Tensor:
         """Returns the positions of the kept tokens (B, length - num_routed), in the stream or one of `length`."""
