@@ -1,4 +1,4 @@
-"""Calls of a routed network pass through here: its modules get a subclass of their class, which stays.
+"""Calls of a routed network pass through here: its modules get a subclass, which stays, and is plain outside `routed`.
 
 So does torch in `parametrize` and FSDP2. isinstance and compiled code notice it, an instance's own forward, hooks and
 checkpoints inside of a block stay inside, and pickling and copying give the module without routing.
