@@ -54,11 +54,10 @@ def call(module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> An
     """Calls a network or a block: in a routed pass, in the pass that a backward recomputes, or dense."""
     routing, block = module._routed
     routing = None if routing is None or routing.pauses else routing
-    if torch.compiler.is_compiling():
-        return forward(*args, **kwargs) if routing is None else routing.call(block, forward, args, kwargs)
-    if backward_id() >= 0:
+    is_compiling = torch.compiler.is_compiling()
+    if not is_compiling and backward_id() >= 0:
         return recompute(module, routing if block is None else None, forward, args, kwargs)
-    if routing is not None and threading.get_ident() == routing.thread:
+    if routing is not None and (is_compiling or threading.get_ident() == routing.thread):
         return routing.call(block, forward, args, kwargs)
     output = forward(*args, **kwargs)
     BACKWARD.mark(output, False, -1)
