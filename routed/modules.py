@@ -22,11 +22,6 @@ def backward_id() -> int:
     return torch._C._current_graph_task_id()
 
 
-def is_compiled_in_place(module: nn.Module) -> bool:
-    """True after `module.compile()`. torch has no public name for it."""
-    return getattr(module, "_compiled_call_impl", None) is not None
-
-
 class Backward(threading.local):
     """The pass that the backward of this thread has reached: a pass, False for a dense one, or None if unknown.
 
@@ -92,7 +87,7 @@ class RoutedModule(nn.Module):
         (routing, block), is_entered = self._routed, True
         if routing is not None and block is None:
             is_entered = "forward" in vars(self)
-            if not torch.compiler.is_compiling() and is_compiled_in_place(self):
+            if not torch.compiler.is_compiling() and self._compiled_call_impl is not None:     # after `self.compile()`
                 routing.try_uncompiled(self, args, kwargs)
         return call(self, super().__call__, args, kwargs) if is_entered else super().__call__(*args, **kwargs)
 
