@@ -98,11 +98,6 @@ def resolve_routes(routes: Iterable[Route], depth: int) -> tuple[Route, ...]:
     return tuple(resolved)
 
 
-def describe_routes(routes: Iterable[Route]) -> str:
-    """Names the routes that any token takes, or "none" if all tokens pass through every block."""
-    return ", ".join(str(route) for route in routes if route.selection_ratio or route.path_drop) or "none"
-
-
 @dataclass(frozen=True)
 class RouteSchedule:
     """The routes of each step of training, a function of (seed, step): the same on all ranks and after resuming.
@@ -159,9 +154,10 @@ class RouteSchedule:
         return Counter(map(self.at, range(steps)))
 
     def describe(self, start: int) -> str:
-        """Names the routes of the phase that begins at step `start`."""
-        sampled = self.phases[start]
-        return " or ".join(map(describe_routes, sampled)) + (", at random each step" if len(sampled) > 1 else "")
+        """Names the routes of the phase that begins at step `start`, "none" if all tokens pass through every block."""
+        sampled = [", ".join(str(route) for route in routes if route.selection_ratio or route.path_drop) or "none"
+                   for routes in self.phases[start]]
+        return " or ".join(sampled) + (", at random each step" if len(sampled) > 1 else "")
 
     def __str__(self) -> str:
         return "; ".join((f"from step {start} on " if start else "") + self.describe(start) for start in self.phases)

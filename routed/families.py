@@ -128,10 +128,8 @@ def fewer_in_params(params: Any, kept: Any) -> Any:
     mask = params.attention_mask
     if mask is not None and not isinstance(mask, Tensor):
         raise ValueError("An attention bias of xformers counts all tokens: set attn_mode to torch or flash.")
-    if mask is not None and mask.ndim == 4:
-        mask = mask.take_along_dim(kept.places(mask.shape[-1])[:, None, None], 3)
-    elif mask is not None and not params.split_attn:
-        mask = kept.rows(mask, 1)
+    if mask is not None and (mask.ndim == 4 or not params.split_attn):
+        mask = kept.rows(mask, mask.ndim - 1)
     counts = dict(img_len=fewer, seqlens=fewer, cu_seqlens=ends, max_seqlen=fewer)
     return replace(params, attention_mask=mask, **{
         name: reduce(count, kept) for name, reduce in counts.items() if (count := getattr(params, name)) is not None})

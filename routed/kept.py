@@ -74,8 +74,7 @@ class Kept:
     @property
     def per_sample(self) -> bool:
         """True if the block is called once for each sample, as an argument has no batch axis."""
-        return self.block.spec.per_sample or any(
-            0 in (axis if isinstance(axis, tuple) else [axis]) for axis in self.along.values())
+        return self.block.spec.per_sample or any(0 in leaves(axis) for axis in self.along.values())
 
     def places(self, length: int | None = None) -> Tensor:
         """Returns the positions of the kept tokens (B, length - num_routed), in the stream or one of `length`."""
@@ -174,11 +173,9 @@ class Kept:
 
 def joined(outs: list[Any]) -> Any:
     """Joins the outputs of single samples along the batch axis."""
-    if len(outs) == 1:
-        return outs[0]
     if isinstance(outs[0], tuple | list):
         return rebuilt(outs[0], [joined(list(parts)) for parts in zip(*outs, strict=True)])
-    return torch.cat(outs) if isinstance(outs[0], Tensor) else outs[0]
+    return torch.cat(outs) if len(outs) > 1 and isinstance(outs[0], Tensor) else outs[0]
 
 
 def tokens_in(output: Any, block: RouteBlock) -> Any:

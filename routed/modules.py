@@ -1,4 +1,4 @@
-"""Calls of a routed network pass through here: its modules get a subclass of their class, which stays.
+"""Calls of a routed network pass through here: its modules get a subclass, which stays, and is plain outside `routed`.
 
 So does torch in `parametrize` and FSDP2. isinstance and compiled code notice it, an instance's own forward, hooks and
 checkpoints inside of a block stay inside, and pickling and copying give the module without routing.
@@ -20,11 +20,6 @@ from routed.sealed import Sealed, unsealed
 def backward_id() -> int:
     """Returns the number of the backward that this thread is in, or -1. torch has no public name for it."""
     return torch._C._current_graph_task_id()
-
-
-def is_compiled_in_place(module: nn.Module) -> bool:
-    """True after `module.compile()`. torch has no public name for it."""
-    return getattr(module, "_compiled_call_impl", None) is not None
 
 
 class Backward(threading.local):
@@ -54,11 +49,10 @@ def call(module: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> An
     """Calls a network or a block: in a routed pass, in the pass that a backward recomputes, or dense."""
     routing, block = module._routed
     routing = None if routing is None or routing.pauses else routing
-    if torch.compiler.is_compiling():
-        return forward(*args, **kwargs) if routing is None else routing.call(block, forward, args, kwargs)
-    if backward_id() >= 0:
+    is_compiling = torch.compiler.is_compiling()
+    if not is_compiling and backward_id() >= 0:
         return recompute(module, routing if block is None else None, forward, args, kwargs)
-    if routing is not None and threading.get_ident() == routing.thread:
+    if routing is not None and (is_compiling or threading.get_ident() == routing.thread):
         return routing.call(block, forward, args, kwargs)
     output = forward(*args, **kwargs)
     BACKWARD.mark(output, False, -1)
@@ -93,7 +87,7 @@ class RoutedModule(nn.Module):
         (routing, block), is_entered = self._routed, True
         if routing is not None and block is None:
             is_entered = "forward" in vars(self)
-            if not torch.compiler.is_compiling() and is_compiled_in_place(self):
+            if not torch.compiler.is_compiling() and self._compiled_call_impl is not None:     # after `self.compile()`
                 routing.try_uncompiled(self, args, kwargs)
         return call(self, super().__call__, args, kwargs) if is_entered else super().__call__(*args, **kwargs)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from routed.kept import Kept, RouteBlock, replaced, tokens_in
-from routed.modules import BACKWARD, is_compiled_in_place
+from routed.modules import BACKWARD
 from routed.nested import PLAIN_VALUES, leaves, rebuilt
 from routed.networks import pairs
 from routed.sealed import Sealed, misses_tokens, seal, unsealed
@@ -98,7 +98,7 @@ class Pass:
 
         Its kept tokens are sealed until the block's hooks have seen them (`RoutedModule.forward`).
         """
-        seals = self.seals and not is_compiled_in_place(block.module) and "forward" not in vars(block.module)
+        seals = self.seals and block.module._compiled_call_impl is None and "forward" not in vars(block.module)
 
         def call(arguments: dict[Any, Any], function: Callable[..., Any] = forward) -> Any:
             if seals:

@@ -58,10 +58,8 @@ def unsealed(value: Any, run: Any = None, block: Any = None) -> Any:
         if block is not None and (value.run is not run or value.after.route is not block.route):
             raise misses_tokens(value.after, f"passes them to block {block.index}, in another pass or route")
         return value.raw
-    if isinstance(value, tuple):
-        parts = [unsealed(part, run, block) for part in value]
-        if any(part is not old for part, old in zip(parts, value, strict=True)):
-            return rebuilt(value, parts)
+    if isinstance(value, tuple) and any(isinstance(part, Sealed) for part in leaves(value)):
+        return rebuilt(value, [unsealed(part, run, block) for part in value])
     return value
 
 

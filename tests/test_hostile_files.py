@@ -186,7 +186,7 @@ def untrained(tmp_path_factory) -> Path:
 def test_a_record_of_another_form_is_a_damaged_checkpoint(untrained, tmp_path, content):
     run = shutil.copytree(untrained, tmp_path / "run")
     (run / STEP / "meta.json").write_text(content)
-    assert checkpoints.problem(run / STEP) and "\n" not in checkpoints.problem(run / STEP)
+    assert in_a_line(checkpoints.check, run / STEP)
     checkpoints.is_sound(run / STEP)    # which pruning asks
     with pytest.warns(UserWarning, match="is damaged"):
         assert "is complete" in in_a_line(load_trained, run)

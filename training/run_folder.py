@@ -219,9 +219,8 @@ def save(run: Run) -> None:
         return
     run.saved = run.step
     total = run.sums.over_ranks(accelerator)
-    sums = torch.tensor([total[name] for name in run.sums.names], dtype=torch.float64)
     training = optimizer_tensors(trained_parameters(run.objective), run.optimizer) | own_state(run.objective)
-    training["sums"] = sums
+    training["sums"] = torch.tensor([*total.values()], dtype=torch.float64)
     meta = {"step": run.step, "images": run.images, "elapsed_s": run.elapsed, "run_id": run.run_id,
             "lowest_loss": run.lowest_loss if math.isfinite(run.lowest_loss) else None,
             "scaler": accelerator.scaler and accelerator.scaler.state_dict(),

@@ -152,15 +152,6 @@ def check(folder: Path, names: tuple[str, ...] | None = None) -> dict[str, Any]:
     return meta
 
 
-def problem(folder: Path) -> str | None:
-    """Returns why a checkpoint is not complete, or None."""
-    try:
-        check(folder)
-    except ValueError as error:
-        return str(error)
-    return None
-
-
 def is_sound(folder: Path) -> bool:
     """True if training went well when a checkpoint was saved; False for a damaged one."""
     try:
@@ -171,8 +162,11 @@ def is_sound(folder: Path) -> bool:
 
 def last_sound(run: Path, before: int) -> Path | None:
     """Finds the newest complete and sound checkpoint with fewer than `before` steps."""
-    return next((folder for folder in reversed(all_steps(run))
-                 if step_of(folder) < before and is_sound(folder) and problem(folder) is None), None)
+    for folder in reversed(all_steps(run)):
+        with contextlib.suppress(ValueError):  # a damaged one
+            if step_of(folder) < before and is_sound(folder) and check(folder):
+                return folder
+    return None
 
 
 def read_latest(run: Path, names: tuple[str, ...] | None = None) -> tuple[Path, dict[str, Any]] | None:

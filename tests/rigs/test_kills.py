@@ -49,8 +49,8 @@ HALF = re.compile(r"(^|/)\.[^/]*\.tmp(/|$)")  # what a kill leaves of a file
 
 def last_step(run: Path) -> int:
     """Returns the step of the newest complete checkpoint, or 0."""
-    complete = [checkpoints.step_of(path) for path in checkpoints.all_steps(run) if not checkpoints.problem(path)]
-    return max(complete, default=0)
+    newest = checkpoints.latest(run)
+    return checkpoints.step_of(newest) if newest else 0
 
 
 def shards_done(out: Path) -> int:

@@ -1,6 +1,6 @@
 """Settings and records are declared: a value of a wrong type or range raises a one-line error."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import pytest
 from pydantic import Field
@@ -17,7 +17,7 @@ class Everything(schema.Settings):
     count: schema.Count
     number: schema.Number
     pick: schema.Selection | None
-    mode: bool | schema.one_of(["fast", "small"])
+    mode: bool | Literal["fast", "small"]
     names: list[str]
     betas: Annotated[tuple[schema.Fraction, schema.Fraction], Field(strict=False)]
     part: Part

@@ -260,7 +260,7 @@ def test_a_full_disk_ends_all_ranks_and_keeps_earlier_checkpoints(spoiled):
     run, ended = spoiled
     assert ended.code == 1 and "MiB are free" in ended.stderr and not ended.has_traceback and not ended.out_of_time
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000001"]
-    assert checkpoints.problem(run / "checkpoints/step-00000001") is None
+    assert checkpoints.check(run / "checkpoints/step-00000001")["step"] == 1
 
 
 # ---- together with what makes it fast -------------------------------------------------------------------------------
