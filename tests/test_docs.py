@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, command_of
 
-from runtime.command import compose, jobs_of, parse_options
+from runtime.command import by_key, compose, jobs_of, parse_options
 from runtime.schema import read
 
 PAGES = [*(ROOT / page for page in ("README.md", "CONTRIBUTING.md", "examples/emoji/README.md")),
@@ -50,19 +50,21 @@ def command_lines(page):
 @cache  # many pages have the same line
 def composed(line):
     """The settings of a command line, checked as the command checks them; None for a script with plain arguments."""
-    for old, new in {"…": "x", "...": "x", "$m": "dit", "$p": "4", "$b": "16"}.items():
+    for old, new in {"fid.py …": "fid.py checkpoint=x reference=x", "…": "x", "...": "x", "$m": "dit", "$p": "4",
+                     "$b": "16"}.items():
         line = line.replace(old, new)
     words = shlex.split(re.sub(r"<[^>]*>", "x", line), comments=True)
     script = next(word for word in words if word.endswith(".py"))
     if script in PLAIN_ARGUMENTS:
         return None
     config = {"train.py": "config"}.get(script, Path(script).stem)
-    declared = command_of(config)[1]
+    main, declared = command_of(config)
+    check = getattr(sys.modules[main.__module__], "check_settings", lambda cfg, _: cfg)
     given = words[words.index(script) + 1 :]
     given = [word for word in given[: given.index("|") if "|" in given else None] if word != "x"]
     options, given = parse_options(given)
     jobs = jobs_of(given) if options.multirun else [given]
-    return [read(declared, compose(config, declared, job)) for job in jobs]
+    return [check(read(declared, compose(config, declared, job)), by_key(job)) for job in jobs]
 
 
 @pytest.mark.parametrize("page", [*PAGES, *CODE], ids=lambda page: str(page.relative_to(ROOT)))
