@@ -370,9 +370,11 @@ def main(cfg: TrainSettings) -> None:
         stop.listen()
 
     bar.close()
-    for tracker in accelerator.trackers:
-        tracker.finish()
-    accelerator.wait_for_everyone()  # else Slurm may end a rank that still uploads, as another has left
+    try:
+        for tracker in accelerator.trackers:
+            tracker.finish()
+    finally:
+        accelerator.wait_for_everyone()  # else Slurm may end a rank that still uploads, as another has left
     if stopped_by:
         accelerator.print(f"Stopped by {signal.Signals(stopped_by).name} at step {run.step}; saved in "
                           f"{run.checkpoint}. The same command resumes.")

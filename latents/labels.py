@@ -212,7 +212,8 @@ def only_way(source: str | Path, listing: Listing, names: list[str]) -> str:
     if depths == {0} and has_cls and not files:
         return "cls"
     outside = [f", once {name} lies in one" for name in inner if "/" not in name]
-    inside = [f"source={source}/{tops[0] if len(tops) == 1 else '<one of them>'}"] * (min(depths) > 1 > listing.tars)
+    one = typed("source", f"{source}/{tops[0]}") if len(tops) == 1 else f"source={source}/<one of them>"
+    inside = [one] * (min(depths) > 1 > listing.tars)
     ways = [*[f"labels=folders ({a_few(tops)}){''.join(outside[:1])}"] * bool(tops), *inside, *["labels=cls"] * has_cls,
             *(typed("labels", f"{listing.path}/{name}") for name in files[:3]), "labels=none (one class)"]
     raise ValueError(f"source={source} may be labelled in several ways, so set one: {'; '.join(ways)}; or "

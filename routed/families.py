@@ -129,7 +129,7 @@ def fewer_in_params(params: Any, kept: Any) -> Any:
     if mask is not None and not isinstance(mask, Tensor):
         raise ValueError("An attention bias of xformers counts all tokens: set attn_mode to torch or flash.")
     if mask is not None and (mask.ndim == 4 or not params.split_attn):
-        mask = kept.rows(mask, mask.ndim - 1)
+        mask = kept.rows(mask, mask.ndim - 1, "attention_mask")
     counts = dict(img_len=fewer, seqlens=fewer, cu_seqlens=ends, max_seqlen=fewer)
     return replace(params, attention_mask=mask, **{
         name: reduce(count, kept) for name, reduce in counts.items() if (count := getattr(params, name)) is not None})

@@ -160,7 +160,7 @@ def measure(kept: Any, call: Callable[..., Any]) -> tuple[Trial | None, str, boo
                 row, reason = measured(kept, call, dtype, False)
         except Exception as error:
             row, reason, failed = None, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", True
-        if row is not None:
+        if row is not None or not failed:
             return row, reason, False
         reasons.append(reason)
     return None, reasons[0], failed

@@ -83,9 +83,8 @@ def main(cfg: PrepareSettings) -> None:
     state = join_ranks(False, cfg.tf32, {"precision": cfg.precision}, timeout=timedelta(days=7))
     out, resolution, autoencoder = Path(cfg.out), cfg.resolution, cfg.autoencoder
     assert resolution and autoencoder   # of `check_settings`
-    if out.resolve().is_relative_to(Path(cfg.source).resolve()):
-        raise ValueError(f"out={out} lies in source={cfg.source}, where its files would count as more images: set "
-                         f"another.")
+    if cfg.source != "shapes" and out.resolve().is_relative_to(Path(cfg.source).resolve()):
+        raise ValueError(f"out={out} lies in source={cfg.source}, where it would count as a class: set another.")
     kind = "sample" if autoencoder == "identity" else "moments"
     source = (open_shapes(cfg.shapes.count, cfg.shapes.seed, resolution) if cfg.source == "shapes" else
               open_source(cfg.source, cfg.labels, Columns(cfg.image_column, cfg.name_column, cfg.label_column)))

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs a command of this project as a Slurm job, on one node or several. It saves before the time limit, requeues itself
-# and resumes.
+# Runs a command of this project as a Slurm job, on one node or several. Training saves before the time limit, requeues
+# itself and resumes.
 #   sbatch --nodes=2 --gpus-per-node=8 --ntasks-per-node=8 scripts/slurm.sh train.py experiment=tread size=xl2
 #   sbatch --array=0-2 --gpus-per-node=1 scripts/slurm.sh train.py model=tread name='x-${model.name}-seed${seed}'
 #                                                        one seed each, which is the task's number
@@ -30,6 +30,7 @@ export MASTER_ADDR MASTER_PORT
 # The ranks are Slurm's own tasks, without a launcher, which would kill them 30 s after a signal. If one fails or is
 # killed, srun ends the others.
 srun --kill-on-bad-exit=1 bash -c '
+    trap "" USR1    # would kill what does not handle it: another command, or training before its first step
     if [ "$SLURM_NTASKS" -gt 1 ]; then
         export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
         export LOCAL_WORLD_SIZE=$((SLURM_NTASKS / SLURM_NNODES))
@@ -37,9 +38,9 @@ srun --kill-on-bad-exit=1 bash -c '
     exec "${PYTHON:-python}" "$@"' bash "$@"
 code=$?
 
-# Five minutes before the time limit Slurm sends USR1 to the tasks (never to srun, which would kill them at TERM). They
-# save and exit with 138. At a preemption they get TERM and save too, and Slurm requeues by its own rules, as after the
-# loss of a node. Any other failure, such as a mistake or a full disk, would happen again.
+# Five minutes before the time limit Slurm sends USR1 to the tasks (never to srun, which would kill them at TERM).
+# Training saves and exits with 138. At a preemption it gets TERM and saves too, and Slurm requeues by its own rules, as
+# after the loss of a node. Any other failure, such as a mistake or a full disk, would happen again.
 if [ "$code" -eq 138 ]; then
     echo "slurm.sh: the time limit is near; job $SLURM_JOB_ID goes back into the queue."
     scontrol requeue "$SLURM_JOB_ID" && exit 0

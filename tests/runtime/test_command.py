@@ -160,6 +160,14 @@ def test_what_fails_in_a_command_ends_in_one_line_and_our_own_mistakes_in_a_trac
             call(main, argument)
 
 
+def test_srun_cannot_end_a_rank_that_has_saved_by_a_signal_which_would_hide_its_exit_code(call):
+    handlers = ranks.stop_handlers()
+    try:
+        assert call(fail_by(SystemExit(138)))[0] == 138 and signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        ranks.start_anew(handlers)
+
+
 def test_other_ranks_wait_before_they_repeat_an_error(call, monkeypatch):
     waits = []
     monkeypatch.setattr(ranks.time, "sleep", waits.append)

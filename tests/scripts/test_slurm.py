@@ -10,16 +10,19 @@ import time
 import pytest
 from conftest import PATIENCE, ROOT
 
-# Starts the tasks and returns the largest exit code. By the option, Slurm also ends the tasks that would wait for one
-# that failed.
+# Starts the tasks. By the option, the first that fails brings TERM to the others. A signal hides exit codes.
 SRUN = f"""#!{sys.executable}
-import os, subprocess, sys
+import os, signal, subprocess, sys, time
 option, *command = sys.argv[1:]
 assert option == "--kill-on-bad-exit=1"
 count, nodes = int(os.environ["SLURM_NTASKS"]), int(os.environ["SLURM_NNODES"])
 places = [{{"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i % (count // nodes))}} for i in range(count)]
 tasks = [subprocess.Popen(command, env=os.environ | place) for place in places]
-sys.exit(max(task.wait() for task in tasks))
+while not any(task.poll() for task in tasks) and any(task.poll() is None for task in tasks):
+    time.sleep(0.001)
+[task.send_signal(signal.SIGTERM) for task in tasks if task.poll() is None]
+ends = [task.wait() for task in tasks]
+sys.exit(128 - min(ends) if min(ends) < 0 else max(ends))
 """
 SCONTROL = """#!/bin/sh
 case $1 in show) echo localhost ;; requeue) echo "$2" >> "$REQUEUED"; exit "${REFUSES:-0}" ;; esac
@@ -29,7 +32,7 @@ PROGRAM = """
 import json, os, pathlib, signal, sys, time
 note = pathlib.Path(os.environ["REQUEUED"]).parent / f"rank{os.environ.get('RANK', 'none')}"
 stopped = []
-for number in (signal.SIGUSR1, signal.SIGTERM):
+for number in (signal.SIGUSR1, signal.SIGTERM) if "fid" not in sys.argv else ():
     signal.signal(number, lambda number, _: stopped.append(number))
 names = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SRUN_CPUS_PER_TASK")
 given = {"given": sys.argv[1:], "pid": os.getpid(), **{name: os.environ.get(name) for name in names}}
@@ -39,6 +42,9 @@ if "fail" in sys.argv:
     sys.exit(3)
 while "wait" in sys.argv and not stopped:
     time.sleep(0.01)
+time.sleep(1 if "fid" in sys.argv else 0)
+if stopped:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as a command that has saved
 sys.exit(1 if "unsaved" in sys.argv else 128 + stopped[0] if stopped else 0)
 """
 
@@ -67,6 +73,7 @@ def slurm(tmp_path):
     (["wait", "refused"], signal.SIGUSR1, 138, "submit the same command again"),
     (["wait", "unsaved"], signal.SIGUSR1, 1, ""),
     (["wait"], signal.SIGTERM, 143, ""),  # of a preemption, after which Slurm requeues, or of a user's scancel
+    (["fid"], signal.SIGUSR1, 0, ""),   # ends, or is ended by the limit
     (["done"], None, 0, ""), (["fail"], None, 3, ""),
 ])  # fmt: skip
 def test_a_job_that_nears_its_time_limit_saves_and_goes_back_into_the_queue_and_no_other(
@@ -81,7 +88,7 @@ def test_a_job_that_nears_its_time_limit_saves_and_goes_back_into_the_queue_and_
     output = job.communicate(timeout=PATIENCE)[0]
     assert job.returncode == code and printed in output, output
     requeued = [file.read_text() for file in tmp_path.glob("requeued")]
-    assert requeued == ["54321\n"] * (number == signal.SIGUSR1 and "unsaved" not in words)
+    assert requeued == ["54321\n"] * (words in (["wait"], ["wait", "refused"]) and number == signal.SIGUSR1)
 
 
 @pytest.mark.parametrize(("ranks", "more", "given"), [
