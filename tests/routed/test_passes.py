@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -109,10 +110,6 @@ def test_the_tokens_of_a_pass_are_freed_also_where_a_block_raises(broken):
     assert all(tokens() is None for tokens in seen) and not is_routed(net)
 
 
-def out_of_memory(*_):
-    raise torch.cuda.OutOfMemoryError
-
-
 def test_the_network_is_as_it_was_after_an_error_and_keeps_another_forward():
     net = Plain()
     dense, net.forward = net(X), partial(Plain.forward, net)        # as accelerate gives a network a forward of its own
@@ -123,7 +120,8 @@ def test_the_network_is_as_it_was_after_an_error_and_keeps_another_forward():
         net(X[..., :2])
     with routed(net, TWO, **NAMED):
         assert not torch.allclose(net(X), dense)
-        with net.blocks[2].register_forward_pre_hook(out_of_memory), pytest.raises(torch.cuda.OutOfMemoryError):
+        full = Mock(side_effect=torch.cuda.OutOfMemoryError)
+        with net.blocks[2].register_forward_pre_hook(full), pytest.raises(torch.cuda.OutOfMemoryError):
             net(X)                          # a trainer goes on with the next batch
     assert net.forward is forward and torch.equal(net(X), dense)
 
