@@ -184,7 +184,7 @@ class DDPM(EDM):
             raise ValueError(f"num_steps={num_steps}, but solver=ancestral visits {len(self.sigmas)} noise levels, "
                              f"each at most once: set num_steps={len(self.sigmas)} or fewer, or sampler.solver=heun.")
         model = (guidance or UNGUIDED).guide(self.predict, net, noise, y, num_steps)
-        stride = (len(self.sigmas) - 1) / max(1, num_steps - 1)
+        stride = (len(self.sigmas) - 1) / max(1, num_steps - 1)     # summed, as in DiT: i · stride may round otherwise
         steps = [round(step) for step in accumulate(repeat(stride, num_steps - 1), initial=0.0)]
         abar = [1.0, *self.alphas_cumprod[steps].tolist()]  # from data to noise
 

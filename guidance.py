@@ -149,7 +149,7 @@ class Guidance:
         net2 = self.net2 or net
         mask_noise_at = mask_noise_from(noise)
 
-        def routed(routes: tuple[Route, ...]) -> list[int]:     # tokens; two ratios may route equally many
+        def num_routed(routes: tuple[Route, ...]) -> list[int]:     # tokens; two ratios may route equally many
             return [int(route.selection_ratio * net.pos_embed.shape[1]) for route in routes]
 
         def guided(x: Tensor, t: float, step: int) -> Tensor:
@@ -162,7 +162,7 @@ class Guidance:
 
             progress = step / max(1, num_steps - 1)
             routes1, routes2 = self.routes_at(net, self.gamma1, progress), self.routes_at(net2, self.gamma2, progress)
-            same_pass = net2 is net and routed(routes1) == routed(routes2)
+            same_pass = net2 is net and num_routed(routes1) == num_routed(routes2)
             inside = self.interval is None or self.interval[0] <= t <= self.interval[1]
             if self.scale == 1 or not inside or (same_pass and not self.drop_label):
                 return run(net, routes1, x, y)

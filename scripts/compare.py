@@ -4,7 +4,7 @@
     python scripts/compare.py compare.jsonl c=runs/c-{0,1,2} d=runs/d-{0,1,2} pairs=dit:tread,c:d changes=true
     python scripts/compare.py runs/x out=curves                  one run: its losses and its scores
 
-out=x writes x.md, x.png and x.jsonl, the runs' settings and scores, which replaces their folders on any machine. Runs
+out=x writes x.md, x.png and x.jsonl, whose settings and scores stand in for the runs' folders anywhere. Runs
 of one seed are a pair: they saw the same images, noise and labels. Pairs are the first variant with each other one, or
 those of pairs=. changes=true adds the change of the difference from each pair to each later one.
 seconds=dit:0.21,tread:0.14 are those of a training step, by scripts/benchmark.py.
@@ -168,7 +168,7 @@ class Difference(NamedTuple):
 def compared(variants: dict[str, Curves], pair: Pair) -> Iterator[Difference]:
     """Yields a pair's differences at each place that one of them was scored at and both have reached.
 
-    Between two scores of a seed, values are interpolated on a log scale, on which learning curves are nearly straight.
+    Between two scores of a seed, values are interpolated on a log scale. No interval includes the error of that.
     On a linear scale they would lie above the curve, to the advantage of the variant with more scores. The untrained
     network is left out.
     """
@@ -233,7 +233,7 @@ def row_of(each: Difference) -> list[str]:
     first, second = zip(*each.values.values(), strict=True)
     low, high = interval(each.apart.values())
     return [*each.names, mean_of(second), mean_of(first), difference_of(each.apart.values()),
-            each.pair[high < 0] if low * high > 0 else ""]
+            each.pair[0] if low > 0 else each.pair[1] if high < 0 else ""]
 
 
 def changes(found: list[list[Difference]]) -> list[list[str]]:
