@@ -130,7 +130,7 @@ class DiT(nn.Module):
         super().__init__()
         if input_size % patch_size:
             raise ValueError(f"The latent's side {input_size} is not a multiple of the patch size {patch_size}: "
-                             f"choose a backbone_type with another patch size, or another resolution.")
+                             f"set model.patch_size= to a divisor of it, or choose another resolution.")
         if hidden_size % num_heads or hidden_size % 4:
             raise ValueError(f"hidden_size {hidden_size} must be a multiple of num_heads {num_heads} and of 4 (sines "
                              f"and cosines of two axes): change model.hidden_size= or model.num_heads=.")

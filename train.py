@@ -351,7 +351,7 @@ def main(cfg: TrainSettings) -> None:
         if not has_stepped:
             begin_record(run)
             if cfg.compile and accelerator.is_main_process:
-                tqdm.write(f"compiling (compile={as_text(cfg.compile)}): the first step takes minutes")
+                tqdm.write(f"compiling for minutes (compile={as_text(cfg.compile)}; false needs no C++ compiler)")
 
         torch.manual_seed(step_seed(cfg.seed, run.step, rank))
         begin_step(run)

@@ -166,10 +166,12 @@ class Latents:
 
     def require(self, *, shape: tuple[int, int, int], num_classes: int) -> None:
         """Raises ValueError if the latents do not fit a network for `shape` (C, h, w) and `num_classes`."""
+        if self.shape[1] != self.shape[2]:
+            raise ValueError(f"{self.where} holds latents {self.shape}, but train.py trains on squares: crop them.")
         if tuple(shape) != self.shape:
-            raise ValueError(f"{self.where} holds latents {self.shape}, but the network is set up for {tuple(shape)}, "
-                             f"which are channels, side, side: set data=folder, which reads the shape from the folder, "
-                             f"or data.channels={self.shape[0]} and data.input_size={self.shape[1]}.")
+            raise ValueError(f"{self.where} holds latents {self.shape}, but the network is set up for {tuple(shape)}: "
+                             f"set data=folder, which reads it from the folder, or data.channels={self.shape[0]} and "
+                             f"data.input_size={self.shape[1]}.")
         if num_classes < self.num_classes:
             raise ValueError(f"{self.where} has {self.num_classes} classes, but the network is set up for "
                              f"{num_classes}: set data.num_classes={self.num_classes} or more.")
@@ -242,8 +244,8 @@ def open_npy(file: Path, shape: tuple[int, ...], dtype: str) -> Rows:
     with reading(file, "a complete npy file of numbers", "copy the folder again, or delete it and prepare it again"):
         rows = Rows(file)
     if rows.shape != shape or rows.dtype != dtype:
-        raise ValueError(f"{file} has {rows.dtype} {rows.shape}, but metadata.json says {dtype} {shape}: they come "
-                         f"from different preparations.")
+        raise ValueError(f"{file} has {rows.dtype} {rows.shape}, instead of the {dtype} {shape} of metadata.json and "
+                         f"docs/data.md: write it so, or copy the folder again.")
     return rows
 
 

@@ -111,11 +111,12 @@ def class_folders(listing: Listing, names: list[str]) -> dict[str, str]:
     Raises ValueError for a folder without images, as in torchvision: it may be a class that was not downloaded.
     """
     folder_of = {name: inner.split("/")[0] for name in names if "/" in (inner := listing.name_in_tar(name))}
+    folders = {inner.split("/")[0] for name in listing.names if "/" in (inner := listing.name_in_tar(name))}
     if listing.path.is_dir() and not listing.tars:
-        folders = {entry.name for entry in os.scandir(listing.path) if entry.is_dir()}
-        if empty := sorted(name for name in folders - {*folder_of.values()} if not is_hidden(f"{name}/")):
-            raise ValueError(f"labels=folders finds no image in {len(empty)} folders of {listing.path}, such as "
-                             f"{empty[0]}, which may be classes: fill them, or move them away.")
+        folders |= {entry.name for entry in os.scandir(listing.path) if entry.is_dir()}
+    if empty := sorted(name for name in folders - {*folder_of.values()} if not is_hidden(f"{name}/")):
+        raise ValueError(f"labels=folders finds no image in {len(empty)} folders of {listing.path}, such as "
+                         f"{empty[0]}, which may be classes: fill them, or move them away.")
     return folder_of
 
 

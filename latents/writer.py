@@ -109,7 +109,7 @@ def write_folder(
             bar.close()
             seconds, done = time.monotonic() - started, sum(len(shards[shard]) for shard in todo)
             print(f"{done:,} images in {seconds:.1f} s, {done / seconds:,.0f} images/s")
-            finish(out, metadata, read_records(out, len(shards), types), state.device)
+            finish(out, metadata, read_records(out, len(shards), types))
 
 
 @contextmanager
@@ -173,9 +173,7 @@ def remove_records(out: Path) -> None:
         remove(file)
 
 
-def finish(
-    out: Path, metadata: Mapping[str, Any], records: list[dict[str, Any] | None], device: torch.device,
-) -> None:
+def finish(out: Path, metadata: Mapping[str, Any], records: list[dict[str, Any] | None]) -> None:
     """Combines the shards' records into metadata.json, which marks the folder as complete, and prints a summary."""
     written = [record for record in records if record is not None]
     if len(written) < len(records):
@@ -209,7 +207,8 @@ def finish(
     # On a CPU, accelerate launch would limit the process to one thread. small and small_cpu are for small sets, whose
     # latents have 64 tokens on a CPU; train.py's own settings are for sets such as ImageNet.
     side, is_small = metadata["shape"][1], count <= MOST_SMALL
+    patch = max(size for size in range(1, max(4, side // 8) + 1) if side % size == 0)
     launch = ("accelerate launch train.py data=folder" if not is_small else
-              "accelerate launch train.py experiment=small" if device.type != "cpu" else
-              "python train.py experiment=small_cpu" + f" model.patch_size={side // 8}" * (side > 32))
+              "accelerate launch train.py experiment=small" if torch.cuda.is_available() else
+              "python train.py experiment=small_cpu" + f" model.patch_size={patch}" * (patch != 4))
     print(f"next: {launch} {typed('data.path', out)} {typed('name', out.name)}")

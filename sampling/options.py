@@ -105,7 +105,8 @@ def parse_classes(
     """
     if text is None:
         return present
-    index_of = {name: i for i, name in enumerate(class_names or [])}
+    names = class_names or []   # a list of ImageNet's may have crane and maillot twice
+    index_of = {name: i for i, name in enumerate(names) if names.count(name) == 1}
     numbered = {int(name): i for name, i in index_of.items() if name.isdecimal()} or {i: i for i in range(num_classes)}
     parts = text if isinstance(text, list) else [text] if text in index_of else str(text).split(",")
     labels: list[int] = []

@@ -73,6 +73,8 @@ def test_an_experiment_composes_checks_and_builds_and_an_unknown_one_lists_them(
     (["sharding=fsdp", "precision=fp8"], "sharding=fsdp and precision"),
     (["optimizer=muon", "precision=fp8"], "optimizer=muon and precision=fp8 do not"),
     (["experiment=tread", "size=xl2"], None), (["experiment=small", "size=b2"], None),
+    (["experiment=small_cpu", "model.backbone_type=DiT-B/4"], "keep the experiment's model.hidden_size=128 model.num_"),
+    (["experiment=small_cpu", "model.backbone_type=DiT-B/4", "model.hidden_size=null", "model.num_heads=null"], None),
     (["experiment=lightning", "size=xl2"], "size=xl2 would change nothing: .*model.backbone_type=LightningDiT-XL/1"),
     (["experiment=quickstart", "size=s2"], "size=s2 would change nothing: .*model.backbone_type=DiT-S/4"),
     (["evaluate.num_samples=9"], "evaluate.num_samples=9 would change nothing: nothing is scored"),

@@ -19,6 +19,7 @@ TYPED = {
         # no such setting, another type or range, a sweep: tests/runtime/test_command.py and test_schema.py
         ("model=tredd", "Available options in 'model': dit sprint tread"), ("model=null", "Got NoneType, in "),
         ("model.backbone_type=DiT-M/2", "DiT-S/2"), ("diffusion=rf", "+diffusion.sigma_data=1", "sigma_data"),
+        ("optimizer.matrix_lr=1", "no setting of the optimizer that is chosen"),
         # the network and its routes
         ("model=tread_v1", "model.backbone_type=DiT-L/2", "model.depth=null", "write routes for it, as model.routes="),
         ("model.routes.0.end_layer_idx=9", "with 7 blocks"),
@@ -42,6 +43,7 @@ TYPED = {
         ("run_dir=latents", "holds metadata.json and no checkpoints/"),
         ("run_dir=.", "and no checkpoints/, so it is no run's folder"),
         ("init_from=nowhere", "nowhere"), ("init_from=flow", "diffusion"),
+        ("init_from=run/checkpoints", "name run, or one"),
         ("init_from=run", "data.num_classes=7", "new_label_table=true initialises"),
         ("sharding=fsdp", "single process"),
         ("sharding=fsdp", "compile=reduce-overhead", "compile=reduce-overhead"),

@@ -226,9 +226,7 @@ def check_settings(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> Trai
 def sized_like(cfg: TrainSettings, network: Mapping[str, object]) -> TrainSettings:
     """Takes the sizes that are not typed from a network's record; the shape of latents is then that of their folder."""
     model = {key: network[key] for key in SIZES["model"] if key not in cfg.model.model_fields_set}
-    data: dict[str, object] = {key: None for key in SIZES["data"] if key not in cfg.data.model_fields_set}
-    if "num_classes" in data and not cfg.new_label_table:
-        data["num_classes"] = network["num_classes"]
+    data = {key: None for key in SIZES["data"] if key not in cfg.data.model_fields_set}
     return cfg.model_copy(update={"model": cfg.model.model_copy(update=model),
                                   "data": cfg.data.model_copy(update=data)})
 
@@ -250,6 +248,11 @@ def check_chosen(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> None:
     if model == "dit" and cfg.model.routes and not any("routes" in key for key in cli_overrides):
         raise ValueError("model=dit would train on a route, as the experiment sets model.routes: write model.routes=[] "
                          "as well.")
+    kept = [f"model.{key}={size}" for key in SIZES["model"]
+            if (size := getattr(cfg.model, key)) is not None and f"model.{key}" not in cli_overrides]
+    if kept and "model.backbone_type" in cli_overrides:
+        raise ValueError(f"model.backbone_type={cfg.model.backbone_type} would keep the experiment's {' '.join(kept)}: "
+                         f"type these as well, or null for the sizes of that name.")
     is_named = (f"-{cfg.model.name}" in f"-{cfg.name}" or cfg.name.endswith(cfg.model.name)  # and not b2_tread_v1
                 or {"name", "run_dir"} & cli_overrides.keys())
     if model and "experiment" in cli_overrides and not is_named:

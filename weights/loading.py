@@ -54,6 +54,8 @@ def find_folder(path: str | Path, file: str) -> Path:
         return place
     if (place.parent / "meta.json").is_file() and place.is_file():
         raise ValueError(f"{place} is one file of a checkpoint: name {place.parent}, with weights={place.stem}.")
+    if checkpoints.all_steps(place.parent) and place.name == "checkpoints":
+        raise ValueError(f"{place} holds the checkpoints of a run: name {place.parent}, or one of them.")
     if place.exists():
         raise ValueError(how_to_import(place))
     if len(place.parts) == 2 and "@" not in str(path) and to_type:  # user/name
@@ -88,9 +90,9 @@ class Trained:
 
 def other_data(trained: Trained, class_names: list[str] | None, convention: Convention) -> list[str]:
     """Lists how the latents that a network was trained on differ from latents of these classes and convention."""
-    numbers = {name: i for i, name in enumerate(trained.class_names or ())}
-    differences = [f"{name} is class {numbers[name]} there and {i} here" for i, name in enumerate(class_names or ())
-                   if numbers.get(name, i) != i][:1]
+    names = trained.class_names or []
+    differences = [f"{name} is class {names.index(name)} there and {i} here" for i, name in enumerate(class_names or ())
+                   if name in names and names[i : i + 1] != [name]][:1]
     if trained.convention != convention:
         there, here = vars(trained.convention), vars(convention)
         differences.append(f"its latents have another {' and '.join(key for key in here if there[key] != here[key])}")

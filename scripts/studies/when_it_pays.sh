@@ -20,7 +20,7 @@ for seed in $seeds; do
     both emoji-muon emoji 1400 700 optimizer=muon; both cifar-muon cifar 1400 700 optimizer=muon    # Q7: the optimizer
     for end in 85 7; do run emoji-off-$((end == 7 ? 30 : 15)) emoji 1400 1400 route_schedule.dense_after=0.$end; done
     run emoji-random emoji 1400 1400 route_schedule.selection_ratios=[0.3,0.5,0.7]     # Q8: a ratio for each step
-    both coarse emoji64 1400 700 model.backbone_type=DiT-S/8
+    both coarse emoji64 1400 700 model.patch_size=8
     [ "$seed" -lt 2 ] || continue
     both xavier emoji 1400 700 model.init=xavier; both fine emoji64 1400 700    # Q3: 64 px as 256 tokens, and above as 64
     on return-0 0.5 2 "8, return_from: 0"; on return-1 0.5 2 "8, return_from: 1"    # Q4: the value they return with

@@ -227,9 +227,9 @@ BAD = [  # what is wrong with a folder, words
     (record(count=104), "metadata.json: it says 104, but its shards have 103"),
     (record(class_names=["a"]), "says 7, but its class_names have 1"),
     (record(latents_mean=[0.0], latents_std=[1.0]), "1 numbers each, but the latents have 4 channels"),
-    (record(kind="moments"), "metadata.json says float16 (40, 8, 4, 4)"),
+    (record(kind="moments"), "instead of the float16 (40, 8, 4, 4) of metadata.json"),
     (gone(LATENTS), LATENTS), (cut(LATENTS), f"{LATENTS} is not a complete npy file"),
-    (array(LATENTS, lambda a: a.astype(np.float32)), "has float32 (40, 4, 4, 4), but metadata.json says float16"),
+    (array(LATENTS, lambda a: a.astype(np.float32)), "has float32 (40, 4, 4, 4), instead of the float16"),
     (array(LABELS, lambda a: a + 1), "label 7"),
     (both(with_teacher, array(TEACHER, lambda a: a * np.nan)), "40 teacher hold NaN or infinity, such as image 40"),
     (latents(numbered(), INFINITE), "1 latents hold NaN or infinity, such as image 41"),
@@ -240,7 +240,7 @@ BAD = [  # what is wrong with a folder, words
     (moments(numbered() * 4.7, abs(numbered()) * 0.01), "a standard deviation of 4.68, instead of about 1"),
     (latents(np.concatenate([numbered(), -abs(numbered()) - 0.1], axis=1)), "look like [mean, log-variance], not"),
     (both(with_teacher, array(TEACHER, lambda a: a[:39])),
-     f"{TEACHER} has float16 (39, 3), but metadata.json says float16 (40, 3)"),
+     f"{TEACHER} has float16 (39, 3), instead of the float16 (40, 3)"),
 ]  # fmt: skip
 
 

@@ -210,6 +210,7 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     # Names of other systems.
     "a name twice in a zip": ({"dos.zip": numbered("cat\\0.png", "cat/0.png", "dog/1.png")}, "dos.zip", {}, [
         "dos.zip has two files called cat/0.png: unpack it"]),
+    "a class of HEIC": ({"x.zip": {"a/0.heic": b"", **numbered("b/1.png", "c/2.png")}}, "x.zip", {}, ["such as a, wh"]),
     "a zip of old .NET": ({"dos.zip": numbered("cat\\0.png", "dog\\1.png")}, "dos.zip", {}, "cat dog"),
     "backslashes on a disk": (numbered("cat\\0.png", "dog\\1.png"), "", {}, [
         ".png', with a backslash", ": unpack the archives of Windows by unzip"]),

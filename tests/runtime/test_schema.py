@@ -39,6 +39,7 @@ QUOTES = "Text that reads as a number needs two kinds of quotes, as \"'007'\"."
     ("mixed", [1, 0.5], "mixed=[1, 0.5]: it should be a valid number; or it should be a valid integer."),
     ("betas", [0.9, 2], "betas.1=2: it should be less than or equal to 1."),
     ("betas", [0.9], "betas.1 is missing."), ("part", {"start": 1}, "part.share is missing."),
+    ("part", 5, "part=5: it should be set by its parts, as part.<name>=…."),
     ("part", {"strat": 1, "share": 0, "start": 1}, "There is no setting part.strat: did you mean part.start? --help "
                                                    "lists all."),
     ("parts", [{"start": 1, "share": 1}], "parts.0.share=1: it should be less than 1."),

@@ -117,7 +117,7 @@ NAMES, FLOWERS, MIXED = ["ant", "bee", "tench, Tinca tinca"], ["1", "10", "11", 
     (NAMES, "0-2", [0, 1, 2]), (None, "0-2", [0, 1, 2]), (NAMES, 3, None), (NAMES, "fish", None), (NAMES, "1-3", None),
     # Numbers that are names select names, one by one or as a range, however they are padded.
     (FLOWERS, ["1", "2", "3"], [0, 3, 4]), (FLOWERS, "1,2-3", [0, 3, 4]), (FLOWERS, 0, None), (FLOWERS, "0-1", None),
-    (MIXED, "10", [1]), (MIXED, ["other", 2], [3, 2]), (MIXED, "1-3", None),
+    (MIXED, "10", [1]), (MIXED, ["other", 2], [3, 2]), (MIXED, "1-3", None), (["b", "a", "c", "c"], "c", None),
 ])
 def test_classes_are_names_or_indices_and_none_is_guessed(names, text, labels):
     if labels is None:
@@ -235,6 +235,7 @@ def test_the_interval_of_a_ddpm_is_in_sigma():
 
 @pytest.mark.parametrize(("data", "drop_label", "message"), [
     ({"class_names": ["cat", "7", "ant"]}, False, "ant is class 2 there and 0 here"),
+    ({"class_names": ["ant", "7", "cat", "ant"]}, False, None),     # some lists of ImageNet's classes have two cranes
     ({"class_names": ["cat", "7", "ant"]}, True, None),     # its weak pass has no label
     ({"class_names": ["x", "y", "z"]}, False, None),
     ({"class_names": ["ant", "7", "cat"], "convention": {"scale": 0.5, "shift": 0.0}}, False,
@@ -243,9 +244,9 @@ def test_the_interval_of_a_ddpm_is_in_sigma():
 def test_a_weak_network_of_other_classes_or_latents_is_refused_where_it_has_a_label(
         data, drop_label, message, tmp_path):
     """As in facebookresearch/deit#130, label 0 is another class to a network that was trained on another order."""
-    network = NETWORK | {"num_classes": 3}
+    network = NETWORK | {"num_classes": 4}
     weak = write_run(tmp_path / "weak", network, 2, **data)
-    strong = write_run(tmp_path / "strong", network, class_names=["ant", "7", "cat"],
+    strong = write_run(tmp_path / "strong", network, class_names=["ant", "7", "cat", "ant"],
                        convention={"scale": 1.0, "shift": 0.0})
     with pytest.raises(SystemExit, match=message) if message else nullcontext():
         sample(strong, tmp_path / "x.npz", "seeds=0", f"weak={weak}", "scale=1.5", "gamma1=0", "gamma2=0",

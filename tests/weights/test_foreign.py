@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from spoils import refused
 from test_published_parity import DDPM_, TINY, TINY_LIGHTNING, CountedNoise, assert_equal, filled, published
 from torch import nn
-from training_runs import trained, write_run
+from training_runs import refusal, trained, write_run
 
 import sample
 from dit import DiT
@@ -345,10 +345,11 @@ def test_weights_of_ours_that_lost_their_record_are_read_with_what_is_typed(tmp_
 def test_a_run_starts_from_imported_weights_and_a_new_label_table(shapes, tmp_path):
     trained(tmp_path / "old", shapes, "steps=1")
     old = load_trained(tmp_path / "old").net.state_dict()
-    torch.save({"model": {}, "ema": old | {TABLE: old[TABLE][:3].clone()}}, tmp_path / "x.pt")
+    torch.save({"model": {}, "ema": old | {TABLE: old[TABLE].repeat(2, 1)}}, tmp_path / "x.pt")
     folder = imported(tmp_path / "x.pt", "tread", num_heads=2, autoencoder="identity").checkpoint.folder
-    trained(tmp_path / "new", shapes, f"init_from={folder}", "diffusion.sigma_data=0.5", "steps=1",
-            "new_label_table=true", "optimizer.lr=0")
+    options = (f"init_from={folder}", "diffusion.sigma_data=0.5", "steps=1", "optimizer.lr=0")
+    assert "other classes; data.num_classes=13 keeps it" in refusal(tmp_path / "new", shapes, *options)
+    trained(tmp_path / "new", shapes, *options, "new_label_table=true")
     new = load_trained(tmp_path / "new").net.state_dict()
     assert new[TABLE].shape == old[TABLE].shape and 0.01 < new[TABLE].std() < 0.03
     assert not torch.equal(new[TABLE][:3], old[TABLE][:3])
