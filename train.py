@@ -224,7 +224,7 @@ def report(run: Run, num_steps: int, since: float) -> None:
 def sample_grid(run: Run) -> None:
     cfg = run.cfg.samples
     assert run.decoder and run.grid
-    pictures = generate(run.accelerator, run.ema, Sampler(run.objective.diffusion, cfg.num_steps),
+    pictures = generate(run.accelerator, run.averages["ema"], Sampler(run.objective.diffusion, cfg.num_steps),
                         run.decoder.decode, *run.grid, batch_size=cfg.batch_size, precision=run.sampling_precision)
     picture = write_grid(run.accelerator, gathered(run.accelerator, pictures), run.grid[1], run.grid_path,
                          run.latents.display_names)

@@ -97,10 +97,6 @@ class Run:
         return self.elapsed_before + time.perf_counter() - self.started
 
     @property
-    def ema(self) -> DiT:
-        return self.averages["ema"]
-
-    @property
     def sampling_precision(self) -> DType:
         return "bf16" if self.cfg.precision == "fp8" else self.cfg.precision  # averages have no float8 layers
 

@@ -96,7 +96,7 @@ def weigh(rank: int) -> None:
 
     def weigh_and_save(run):
         state = [value for of_one in run.optimizer.state.values() for value in of_one.values() if value.ndim]
-        held = sharding.local_tensors([*run.model.parameters(), *run.ema.parameters(), *state])
+        held = sharding.local_tensors([*run.model.parameters(), *run.averages["ema"].parameters(), *state])
         (run.folder / f"bytes-{rank}").write_text(str(sum(local.untyped_storage().nbytes() for local in held)))
         save(run)
 
