@@ -91,15 +91,18 @@ class Kept:
         """Returns where in ascending order the tokens of the stream are (B, length - num_routed)."""
         return self.places().argsort(dim=1).argsort(dim=1)
 
-    def call(self, function: Callable[..., Any], per_sample: bool | None = None) -> tuple[Any, dict[Any, Any]]:
-        """Calls a function of the block's arguments by name with what is kept; returns its output, and with what.
-
-        If it is called once for each sample, returns the joined outputs and {}.
-        """
-        if not (self.per_sample if per_sample is None else per_sample):
-            taken = self.take()
-            return function(taken), taken
-        return joined([function(self.of_sample(b).take()) for b in range(len(self.ids))]), {}
+    def call(self, function: Callable[..., Any], per_sample: bool | None = None) -> Any:
+        """Calls a function of the block's arguments by name with what is kept, and joins outputs of single samples."""
+        if self.per_sample if per_sample is None else per_sample:
+            return joined([self.of_sample(b).call(function, False) for b in range(len(self.ids))])
+        taken = self.take()
+        output = function(taken)
+        if not isinstance(output, tuple | list) or torch.compiler.is_compiling():
+            return output
+        # an argument that a block returns has all its rows again
+        reduced = [(part, self.arguments[name]) for name, part in taken.items()
+                   if name != self.block.tokens and part is not self.arguments[name]]
+        return rebuilt(output, [next((full for old, full in reduced if old is part), part) for part in output])
 
     def of_sample(self, b: int) -> "Kept":
         """Returns what is kept of sample b alone."""
@@ -146,7 +149,8 @@ class Kept:
         is_along = any(length == size for size in sizes)
         if place > 0 and length == 1:
             return value                    # the same for all tokens
-        if not is_along and any(length == size - self.num_routed for size in sizes):    # reduced by an earlier block
+        if not (is_along or self.has_all) and any(length == size - self.num_routed for size in sizes):
+            # reduced by an earlier block of this route
             return gathered(value, self.order(), place) if self.is_trial and place > 0 else value
         if not is_along or place > 0 and len(value) not in (1, batch):
             if is_known and not is_along:
@@ -172,10 +176,10 @@ class Kept:
 
 
 def joined(outs: list[Any]) -> Any:
-    """Joins the outputs of single samples along the batch axis."""
+    """Joins the outputs of single samples along the batch axis; a value that all return, such as a table, remains."""
     if isinstance(outs[0], tuple | list):
         return rebuilt(outs[0], [joined(list(parts)) for parts in zip(*outs, strict=True)])
-    return torch.cat(outs) if len(outs) > 1 and isinstance(outs[0], Tensor) else outs[0]
+    return torch.cat(outs) if isinstance(outs[0], Tensor) and any(out is not outs[0] for out in outs) else outs[0]
 
 
 def tokens_in(output: Any, block: RouteBlock) -> Any:

@@ -122,7 +122,9 @@ class Routing:
         device = next((part.device for part in leaves([args, kwargs]) if isinstance(part, Tensor)), torch.device("cpu"))
         with torch.no_grad(), on_copies(self.network, torch.Generator(device), None, None) as start:
             start(0)
-            self.network.forward(*args, **kwargs)
+            self.network(*args, **kwargs)
+            for part in self.network.modules():         # FSDP2 has gathered weights in the copies
+                getattr(part, "reshard", lambda: None)()
         self.run = None
 
     def begin(self, arguments: dict[Any, Any], of_network: bool) -> Pass:

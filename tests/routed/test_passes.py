@@ -175,6 +175,16 @@ def test_a_network_is_copied_and_saved_as_a_dense_one_of_its_own(wrapped_by_acce
     assert torch.equal(net(X), dense) and loss.isfinite()
 
 
+def test_a_network_of_compiled_blocks_is_copied_after_its_first_route():
+    net = Plain()
+    for i, block in enumerate(net.blocks):
+        net.blocks[i] = torch.compile(block, backend="eager")
+    with routed(net, MIDDLE, **NAMED):
+        net(X)
+    copied = copy.deepcopy(net)
+    assert torch.equal(copied(X), net(X)) and type(copied.blocks[0]) is type(torch.compile(nn.Linear(2, 2)))
+
+
 def tread(depth=4):
     torch.manual_seed(1)
     return DiT(input_size=8, in_channels=3, hidden_size=32, depth=depth, num_heads=2, num_classes=5, init="xavier")

@@ -7,7 +7,7 @@ import pytest
 import timm
 import torch
 from oracle import BATCH, N, assert_close, gradients, randn, refused
-from small_networks import TABLE, D, Plain, X, made
+from small_networks import TABLE, D, Plain, Rotary, X, made
 from test_situations import attention, masked, rotary
 from torch import nn
 from torch.nn.utils import parametrize
@@ -125,6 +125,42 @@ def test_hooks_on_gradients_pass_and_hooks_that_add_positions_do_not():
     assert "block 1 of blocks depends on where" in refused(net, MIDDLE, lambda: net(X), blocks="blocks")
 
 
+class Detached(torch.autograd.Function):
+    """As the hooks of DeepSpeed's ZeRO-3."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class Recomputed(Rotary):
+    """A block that puts a reentrant checkpoint around itself, as those of transformers."""
+
+    def __call__(self, *args):
+        return checkpoint(super().__call__, *args, use_reentrant=True)
+
+
+@pytest.mark.parametrize("around", [
+    lambda part: part.register_forward_hook(lambda _, args, out: Detached.apply(out)),
+    lambda part: part.register_forward_pre_hook(lambda _, args: (Detached.apply(args[0]), *args[1:])),
+    lambda part: setattr(part, "__class__", Recomputed)], ids=["behind blocks", "before blocks", "reentrant"])
+def test_blocks_train_behind_functions_that_detach_their_tokens(around):
+    def trained(around):
+        net = Plain()
+        [around(part) for part in net.blocks]
+        with routed(net, MIDDLE, mask_noise=NOISE, **NAMED):
+            net(X.clone().requires_grad_()).square().sum().backward()
+        return gradients(net)
+
+    expected = trained(lambda part: None)
+    assert len(expected) == 16
+    assert_close(trained(around), expected)
+
+
 # ---- what a trial compares, and when --------------------------------------------------------------------------------
 
 
@@ -173,12 +209,15 @@ def stores(self, x, rope, shared):
 
 
 @pytest.mark.parametrize(("block", "shared"), [
-    (lambda self, x, rope, shared: self.attend(x, lambda q: q * rope) * shared.sum(), torch.rand(BATCH, 1, 1)),
+    (lambda self, x, rope, shared: self.attend(x, lambda q: q * rope) * shared.sum(), torch.rand(6, 1, 1)),
     (lambda self, x, rope, shared: self.attend(x - x.mean((0, 1)), lambda q: q * rope), None),
     (stores, None)], ids=["a shared argument", "a mean of the batch", "a stored loss"])
 def test_what_axis_0_cuts_by_samples_is_compared_with_one_call_for_all(block, shared):
     net = made(block, lambda part, x: part(x, TABLE, shared)).model
-    said = refused(net, MIDDLE, lambda: net(X), blocks="blocks", along={"rope": 0})
+    if shared is not None:
+        with routed(net, MIDDLE, **NAMED):
+            net(randn(7, N, D))             # of which it is no batch yet
+    said = refused(net, MIDDLE, lambda: net(randn(6, N, D)), **NAMED)
     assert "is called once for each sample, because along= names axis 0" in said and "ordered" not in said
 
 

@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections import namedtuple
+from collections import OrderedDict, namedtuple
 from dataclasses import replace
 from functools import partial
 
@@ -160,6 +160,17 @@ def value_residual(net, x):
     return x
 
 
+def passed_on(net, x):
+    table = TABLE
+    for part in net.blocks:
+        x, table = part(x, table)
+    return x
+
+
+def framed(self, x, e):
+    return self.attend((x.unflatten(1, (e.shape[1], -1)) * e[:, :, None]).flatten(1, 2))
+
+
 def encoder(**options):
     net = nn.TransformerEncoder(nn.TransformerEncoderLayer(D, 2, 8, **options), 3)
     return Case(net.eval(), dict(src=X, src_key_padding_mask=~PADDING), [])
@@ -177,6 +188,12 @@ EXACT = {       # network, and its description
     "a table in nested tuples, by keyword": (
         made(lambda self, *, x, rope: self.attend(x, lambda q: q * rope[0][1]["cos"]),
              lambda part, x: part(x=x, rope=((None, {"cos": TABLE}),))), NAMED),
+    "a table that blocks return": (
+        made(lambda self, x, rope: (self.attend(x, lambda q: q * rope), rope), forward=passed_on), NAMED),
+    "a table in an OrderedDict": (made(turned(lambda rope: rope["cos"][:, None]), with_table(
+        lambda table: OrderedDict(cos=table[None]))), dict(along={"rope": 1})),
+    "an axis in nested tuples": (made(turned(lambda rope: rope[0][1]), with_table(
+        lambda table: ((None, table), torch.ones(1)))), dict(along={"rope": ((None, 0), None)})),
     "a table (1, N, D), by its position": (
         made(turned(lambda rope: rope[:, None]), with_table(lambda table: table[None])), dict(along={1: 1})),
     "a table that changes in place": (made(turned(torch.clone), table_that_changes), dict(along={"rope": 2})),
@@ -185,6 +202,11 @@ EXACT = {       # network, and its description
     "a mask (1, 1, N, N)": (made(masked, lambda part, x: part(x, NEAR)), dict(along={"mask": pairs})),
     "a mask and a table": (MASK_AND_TABLE, dict(along={"mask": pairs, "rope": 1})),
     "a padding mask": (made(masked, lambda part, x: part(x, PADDING)), dict(along={"mask": 1})),
+    "a padding mask (B, 1, 1, N)": (made(masked, lambda part, x: part(x, PADDING[:, None, None])),
+                                    dict(along={"mask": 3})),
+    "a mask of text": (made(lambda self, x, mask: self.attend(x) + mask.sum(-1),
+                            lambda part, x: part(x, PADDING[:, None, None, :5])), {}),
+    "positions before the tokens": (made(attention, inputs=dict(x=torch.zeros(N, 2), tokens=X)), {}),
     "a number of tokens": (made(counted, lambda part, x: part(x, N)), dict(along={"length": fewer})),
     "a class token": (made(attention, forward=class_token_first), dict(keep=1)),
     "a size": (made(lambda self, x, size: self.attend(x), lambda part, x: part(x, torch.Size([4, 4]))), {}),
@@ -275,9 +297,14 @@ REFUSED = {     # network, its description, and what the error says
     "a mask and a table that nobody named": (
         MASK_AND_TABLE, {}, r"write along=\{'mask': pairs, 'rope': 1\} \(`from routed import pairs`\), with which this "
                             r"block passes"),
-    "a padding mask that nobody named": (
-        made(masked, lambda part, x: part(x, PADDING[:len(x)])), {},
-        r"mask is \(\d, 16\), as long as the tokens"),
+    **{f"a padding mask {shape} that nobody named": (
+        made(masked, lambda part, x, shape=shape: part(x, PADDING[:len(x) if shape[0] < 0 else 1].view(shape))), {},
+        r"mask is \(\d, (1, )*16\), as long as the tokens") for shape in ((-1, N), (-1, 1, N), (-1, 1, 1, N), (1, N))},
+    "a time for each frame, equal at first": (
+        made(framed, lambda part, x: part(x, torch.ones(len(x), 4, D))), {}, POSITIONS),
+    "a value of another route": (
+        made(with_value, forward=value_residual), dict(along={"value": 1}, routes=[Route(0, 1, 0.5), Route(2, 3, 0.5)]),
+        r"value is \(\d, 8, 8\). Its axis 1 must be 16"),
     "a name that blocks do not have": (made(turned(), with_table()), dict(along={"rop": 0}),
                                        "write along={'rop': 0, 'rope': "),
     # tokens, and what else a block returns
@@ -326,7 +353,7 @@ REFUSED = {     # network, its description, and what the error says
     "an unknown network": (HIDDEN, dict(blocks=None), r"Somebodys of \S+ is not a known network \(docs/trainers.md\).*"
                            r"Lists of blocks: blocks \(4 of Block\)"),
     "a wrong path": (HIDDEN, dict(blocks="layers"), r"has no layers with several blocks.*: blocks \(4 of Block\)"),
-    "class tokens alone": (made(attention, forward=class_token_first), dict(keep=17), "17 of 17 tokens are never"),
+    "class tokens alone": (made(attention, forward=class_token_first), dict(keep=17), "0 of 17 tokens may be"),
     "a token at the end": (HIDDEN, dict(keep=-1), "keep=-1 must be a number of leading tokens"),
     "noise for another number of routes": (HIDDEN, dict(mask_noise=torch.rand(9, 2, N)), r"mask_noise is torch.float32 "
                                            r"\(9, 2, 16\), but it must be torch.float32 \(\d, 1, 16\)"),
