@@ -19,9 +19,6 @@ class RouteBlock:
     def __init__(self, index: int, module: nn.Module, spec: Blocks, joined: bool, r: int, route: Any):
         self.index, self.module, self.spec, self.inner = index, module, spec, unwrapped(module)
         self.joined = joined                # the text that is a stream of earlier blocks is in its sequence
-        if isinstance(self.inner, nn.ModuleList):
-            raise ValueError(f"{spec.path}.{index} is a {type(self.inner).__name__}, not a block: name a list of "
-                             f"modules that contain their residuals, without chunks.")
         self.names = argument_names(self.inner)
         self.tokens, self.text = map(self.name_of, (spec.tokens, spec.text))
         self.along = {self.name_of(key): axis for key, axis in spec.along.items()}
@@ -59,6 +56,7 @@ class Kept:
         self.run, self.block, self.arguments, self.x, self.ids = run, block, arguments, x, ids
         self.along: dict[Any, Any] = block.along if along is None else along
         self.is_trial, self.sample = is_trial, sample
+        self.per_sample = block.spec.per_sample or any(0 in leaves(axis) for axis in self.along.values())
         self.has_all = block.starts or block.spec.rejoins       # the tokens are not reduced yet
         self.num_routed = run.free - ids.shape[1]
         self.length = x.shape[1] + (0 if self.has_all else self.num_routed)
@@ -67,14 +65,8 @@ class Kept:
 
     def but(self, **changed: Any) -> "Kept":
         """Returns the same call with other arguments of `__init__`."""
-        same: dict[str, Any] = dict(arguments=self.arguments, ids=self.ids, along=self.along, is_trial=self.is_trial,
-                                    sample=self.sample)
-        return Kept(self.run, self.block, x=self.x, **same | changed)
-
-    @property
-    def per_sample(self) -> bool:
-        """True if the block is called once for each sample, as an argument has no batch axis."""
-        return self.block.spec.per_sample or any(0 in leaves(axis) for axis in self.along.values())
+        names = "run", "block", "arguments", "x", "ids", "along", "is_trial", "sample"
+        return Kept(**{name: getattr(self, name) for name in names} | changed)
 
     def places(self, length: int | None = None) -> Tensor:
         """Returns the positions of the kept tokens (B, length - num_routed), in the stream or one of `length`."""
@@ -150,8 +142,7 @@ class Kept:
         if place > 0 and length == 1:
             return value                    # the same for all tokens
         if not (is_along or self.has_all) and any(length == size - self.num_routed for size in sizes):
-            # reduced by an earlier block of this route
-            return gathered(value, self.order(), place) if self.is_trial and place > 0 else value
+            return gathered(value, self.order(), place) if self.is_trial and place > 0 else value   # reduced before
         if not is_along or place > 0 and len(value) not in (1, batch):
             if is_known and not is_along:
                 return value                # of another kind in this call, as one time for each sample

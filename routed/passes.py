@@ -91,7 +91,8 @@ class Pass:
             BACKWARD.mark(output, self, block.index)
         is_inside = block.route is not None and not block.ends and not block.spec.rejoins
         is_sealed = is_inside and self.seals and (      # where two lists meet, text may join the tokens
-            not self.routing.family.has_text or self.routing.blocks[block.index + 1].spec is block.spec)
+            self.routing.blocks[block.index + 1].spec is block.spec
+            or all(spec.text is None for spec in self.routing.family.lists))
         return self.sealed(block, output) if is_sealed else output
 
     def by_name(self, block: RouteBlock, forward: Callable[..., Any], args: Any, kwargs: Any) -> Callable[..., Any]:

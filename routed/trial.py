@@ -59,14 +59,13 @@ class Trials:
     def try_block(self, kept: Any, call: Callable[..., Any]) -> str:
         """Raises ValueError for a block whose output depends on more than its tokens and the arguments in `along`.
 
-        `call` calls a function like the block's forward with arguments by name. Returns the cause if the trial failed,
-        as the block may.
+        `call` calls a function like the block's forward with arguments by name. Returns the cause of a failed trial.
         """
         axes = [(name, getattr(axis, "__qualname__", str(axis))) for name, axis in kept.along.items()]
-        kinds = [(name, *(kind_of(part, len(kept.ids)) for part in leaves(value)))
-                 for name, value in kept.arguments.items()]
+        batch, arguments = len(kept.ids), kept.arguments.items()
+        kinds = [(name, *(kind_of(part, batch) for part in leaves(value))) for name, value in arguments]
         # What a block's behaviour may depend on, besides values of tensors and exact sizes.
-        here = (kept.block.index, len(kept.ids) > 1, kept.block.settings, *axes, *kinds)
+        here = (kept.block.index, batch > 1, kept.block.settings, *axes, *kinds)
         sizes = tuple(size for part in leaves(kept.arguments) if isinstance(part, Tensor) for size in part.shape)
         before, largest = self.rows.get(here, 0), self.sizes.get(here, sizes)
         if before == PATIENCE or isinstance(before, Trial) and all(map(int.__le__, sizes, largest)):
