@@ -160,17 +160,6 @@ def value_residual(net, x):
     return x
 
 
-def passed_on(net, x):
-    table = TABLE
-    for part in net.blocks:
-        x, table = part(x, table)
-    return x
-
-
-def framed(self, x, e):
-    return self.attend((x.unflatten(1, (e.shape[1], -1)) * e[:, :, None]).flatten(1, 2))
-
-
 def encoder(**options):
     net = nn.TransformerEncoder(nn.TransformerEncoderLayer(D, 2, 8, **options), 3)
     return Case(net.eval(), dict(src=X, src_key_padding_mask=~PADDING), [])
@@ -187,13 +176,12 @@ EXACT = {       # network, and its description
     "a table [None, None]": (made(turned(lambda rope: rope[None, None]), with_table()), NAMED),
     "a table in nested tuples, by keyword": (
         made(lambda self, *, x, rope: self.attend(x, lambda q: q * rope[0][1]["cos"]),
-             lambda part, x: part(x=x, rope=((None, {"cos": TABLE}),))), NAMED),
+             lambda part, x: part(x=x, rope=((None, {"cos": TABLE}),))), dict(along={"rope": ((None, 0),)})),
     "a table that blocks return": (
-        made(lambda self, x, rope: (self.attend(x, lambda q: q * rope), rope), forward=passed_on), NAMED),
+        made(lambda self, x, rope: (self.attend(x, lambda q: q * (TABLE if rope is None else rope)),
+                                    TABLE if rope is None else rope), forward=value_residual), NAMED),
     "a table in an OrderedDict": (made(turned(lambda rope: rope["cos"][:, None]), with_table(
         lambda table: OrderedDict(cos=table[None]))), dict(along={"rope": 1})),
-    "an axis in nested tuples": (made(turned(lambda rope: rope[0][1]), with_table(
-        lambda table: ((None, table), torch.ones(1)))), dict(along={"rope": ((None, 0), None)})),
     "a table (1, N, D), by its position": (
         made(turned(lambda rope: rope[:, None]), with_table(lambda table: table[None])), dict(along={1: 1})),
     "a table that changes in place": (made(turned(torch.clone), table_that_changes), dict(along={"rope": 2})),
@@ -201,9 +189,7 @@ EXACT = {       # network, and its description
         x, lambda q: q * TABLE)), dict(along={"rope": by_place(2)})),
     "a mask (1, 1, N, N)": (made(masked, lambda part, x: part(x, NEAR)), dict(along={"mask": pairs})),
     "a mask and a table": (MASK_AND_TABLE, dict(along={"mask": pairs, "rope": 1})),
-    "a padding mask": (made(masked, lambda part, x: part(x, PADDING)), dict(along={"mask": 1})),
-    "a padding mask (B, 1, 1, N)": (made(masked, lambda part, x: part(x, PADDING[:, None, None])),
-                                    dict(along={"mask": 3})),
+    "a padding mask": (made(masked, lambda part, x: part(x, PADDING[:, None, None])), dict(along={"mask": 3})),
     "a mask of text": (made(lambda self, x, mask: self.attend(x) + mask.sum(-1),
                             lambda part, x: part(x, PADDING[:, None, None, :5])), {}),
     "positions before the tokens": (made(attention, inputs=dict(x=torch.zeros(N, 2), tokens=X)), {}),
@@ -300,7 +286,8 @@ REFUSED = {     # network, its description, and what the error says
         made(masked, lambda part, x, shape=shape: part(x, PADDING[:len(x) if shape[0] < 0 else 1].view(shape))), {},
         r"mask is \(\d, (1, )*16\), as long as the tokens") for shape in ((-1, N), (-1, 1, N), (-1, 1, 1, N), (1, N))},
     "a time for each frame, equal at first": (
-        made(framed, lambda part, x: part(x, torch.ones(len(x), 4, D))), {}, POSITIONS),
+        made(lambda self, x, e: self.attend((x.unflatten(1, (4, -1)) * e[:, :, None]).flatten(1, 2)),
+             lambda part, x: part(x, torch.ones(len(x), 4, D))), {}, POSITIONS),
     "a value of another route": (
         made(with_value, forward=value_residual), dict(along={"value": 1}, routes=[Route(0, 1, 0.5), Route(2, 3, 0.5)]),
         r"value is \(\d, 8, 8\). Its axis 1 must be 16"),

@@ -32,8 +32,7 @@ def train(rank, how, checkpointed, folder):
             mesh = torch.distributed.init_device_mesh("cpu", (2,))
             for part in (*net.blocks, net):
                 fully_shard(part, mesh=mesh)
-        if how == "FSDP2, compiled":
-            model = torch.compile(net, backend="eager")
+            model = torch.compile(net, backend="eager") if "compiled" in how else net
         grads = gradients(net, model, slice(rank, None, 2))
         if rank == 0:
             torch.save(grads, folder / "gradients.pt")
