@@ -21,11 +21,7 @@ def one(path: str, along: Any = None, text: Any = None, tokens: Any = 0, out: in
 
 def beside_patches(network: Any, _call: dict[Any, Any]) -> int:
     """Counts the tokens in front of the patches, such as REG's class token, which have rows of pos_embed."""
-    try:
-        return int(network.pos_embed.shape[1] - network.x_embedder.num_patches)
-    except AttributeError as error:
-        raise ValueError(f"{error}, which tells an original {type(network).__name__}'s class tokens from its patches: "
-                         f"describe this one, as by blocks='blocks', keep=1 for one class token.") from None
+    return int(network.pos_embed.shape[1] - network.x_embedder.num_patches)
 
 
 # A class of a library has the library's name in front. Original code is recognised by the class and by what `fits`.
@@ -126,8 +122,6 @@ def ends(cumulative: Tensor, kept: Any) -> Tensor:
 def fewer_in_params(params: Any, kept: Any) -> Any:
     """Reduces musubi-tuner's AttentionParams, in which image tokens come before text tokens."""
     mask = params.attention_mask
-    if mask is not None and not isinstance(mask, Tensor):
-        raise ValueError("An attention bias of xformers counts all tokens: set attn_mode to torch or flash.")
     if mask is not None and (mask.ndim == 4 or not params.split_attn):
         mask = kept.rows(mask, mask.ndim - 1, "attention_mask")
     counts = dict(img_len=fewer, seqlens=fewer, cu_seqlens=ends, max_seqlen=fewer)

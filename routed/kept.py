@@ -19,9 +19,6 @@ class RouteBlock:
     def __init__(self, index: int, module: nn.Module, spec: Blocks, joined: bool, r: int, route: Any):
         self.index, self.module, self.spec, self.inner = index, module, spec, unwrapped(module)
         self.joined = joined                # the text that is a stream of earlier blocks is in its sequence
-        if isinstance(self.inner, nn.ModuleList):
-            raise ValueError(f"{spec.path}.{index} is a {type(self.inner).__name__}, not a block: name a list of "
-                             f"modules that contain their residuals, without chunks.")
         self.names = argument_names(self.inner)
         self.tokens, self.text = map(self.name_of, (spec.tokens, spec.text))
         self.along = {self.name_of(key): axis for key, axis in spec.along.items()}
@@ -59,6 +56,7 @@ class Kept:
         self.run, self.block, self.arguments, self.x, self.ids = run, block, arguments, x, ids
         self.along: dict[Any, Any] = block.along if along is None else along
         self.is_trial, self.sample = is_trial, sample
+        self.per_sample = block.spec.per_sample or any(0 in leaves(axis) for axis in self.along.values())
         self.has_all = block.starts or block.spec.rejoins       # the tokens are not reduced yet
         self.num_routed = run.free - ids.shape[1]
         self.length = x.shape[1] + (0 if self.has_all else self.num_routed)
@@ -67,14 +65,8 @@ class Kept:
 
     def but(self, **changed: Any) -> "Kept":
         """Returns the same call with other arguments of `__init__`."""
-        same: dict[str, Any] = dict(arguments=self.arguments, ids=self.ids, along=self.along, is_trial=self.is_trial,
-                                    sample=self.sample)
-        return Kept(self.run, self.block, x=self.x, **same | changed)
-
-    @property
-    def per_sample(self) -> bool:
-        """True if the block is called once for each sample, as an argument has no batch axis."""
-        return self.block.spec.per_sample or any(0 in leaves(axis) for axis in self.along.values())
+        names = "run", "block", "arguments", "x", "ids", "along", "is_trial", "sample"
+        return Kept(**{name: getattr(self, name) for name in names} | changed)
 
     def places(self, length: int | None = None) -> Tensor:
         """Returns the positions of the kept tokens (B, length - num_routed), in the stream or one of `length`."""
@@ -91,15 +83,18 @@ class Kept:
         """Returns where in ascending order the tokens of the stream are (B, length - num_routed)."""
         return self.places().argsort(dim=1).argsort(dim=1)
 
-    def call(self, function: Callable[..., Any], per_sample: bool | None = None) -> tuple[Any, dict[Any, Any]]:
-        """Calls a function of the block's arguments by name with what is kept; returns its output, and with what.
-
-        If it is called once for each sample, returns the joined outputs and {}.
-        """
-        if not (self.per_sample if per_sample is None else per_sample):
-            taken = self.take()
-            return function(taken), taken
-        return joined([function(self.of_sample(b).take()) for b in range(len(self.ids))]), {}
+    def call(self, function: Callable[..., Any], per_sample: bool | None = None) -> Any:
+        """Calls a function of the block's arguments by name with what is kept, and joins outputs of single samples."""
+        if self.per_sample if per_sample is None else per_sample:
+            return joined([self.of_sample(b).call(function, False) for b in range(len(self.ids))])
+        taken = self.take()
+        output = function(taken)
+        if not isinstance(output, tuple | list) or torch.compiler.is_compiling():
+            return output
+        # an argument that a block returns has all its rows again
+        reduced = [(part, self.arguments[name]) for name, part in taken.items()
+                   if name != self.block.tokens and part is not self.arguments[name]]
+        return rebuilt(output, [next((full for old, full in reduced if old is part), part) for part in output])
 
     def of_sample(self, b: int) -> "Kept":
         """Returns what is kept of sample b alone."""
@@ -146,8 +141,8 @@ class Kept:
         is_along = any(length == size for size in sizes)
         if place > 0 and length == 1:
             return value                    # the same for all tokens
-        if not is_along and any(length == size - self.num_routed for size in sizes):    # reduced by an earlier block
-            return gathered(value, self.order(), place) if self.is_trial and place > 0 else value
+        if not (is_along or self.has_all) and any(length == size - self.num_routed for size in sizes):
+            return gathered(value, self.order(), place) if self.is_trial and place > 0 else value   # reduced before
         if not is_along or place > 0 and len(value) not in (1, batch):
             if is_known and not is_along:
                 return value                # of another kind in this call, as one time for each sample
@@ -172,10 +167,10 @@ class Kept:
 
 
 def joined(outs: list[Any]) -> Any:
-    """Joins the outputs of single samples along the batch axis."""
+    """Joins the outputs of single samples along the batch axis; a value that all return, such as a table, remains."""
     if isinstance(outs[0], tuple | list):
         return rebuilt(outs[0], [joined(list(parts)) for parts in zip(*outs, strict=True)])
-    return torch.cat(outs) if len(outs) > 1 and isinstance(outs[0], Tensor) else outs[0]
+    return torch.cat(outs) if isinstance(outs[0], Tensor) and any(out is not outs[0] for out in outs) else outs[0]
 
 
 def tokens_in(output: Any, block: RouteBlock) -> Any:

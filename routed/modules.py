@@ -105,9 +105,11 @@ class RoutedModule(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Describes the module without routing to pickle and copy."""
         reduced: Any = super().__reduce_ex__(protocol)
-        _, _, state, *rest = reduced
         # Another class, as a parametrization's, may have come before this one.
         own = plain_class(self) if "_is_routed" in vars(type(self)) else type(self)
+        if len(reduced) == 2:               # of a block that torch.compile wraps
+            return own, reduced[1]
+        _, _, state, *rest = reduced
         return own.__new__, (own,), {name: value for name, value in state.items() if name != "_routed"}, *rest
 
 

@@ -40,6 +40,8 @@ def leaves(value: Any) -> list[Any]:
 
 def by_axis(function: Callable[[Any, Any], Any], value: Any, axis: Any) -> Any:
     """Applies a function of a value and its axis to all values in an argument; see `Blocks.along`."""
+    if isinstance(value, Mapping) and axis is not None:     # also an OrderedDict, which `mapped` does not enter
+        return {key: by_axis(function, part, axis) for key, part in value.items()}
     if not isinstance(axis, tuple) or value is None:
         return mapped(lambda part: function(part, axis), value)
     return rebuilt(value, [by_axis(function, part, own) for part, own in zip(value, axis, strict=True)])

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,10 +33,9 @@ class Blocks:
 
     def modules_of(self, network: nn.Module, given: Any = None) -> list[nn.Module]:
         """Lists the blocks in a module or at this path; raises ValueError if the network has none there."""
-        try:
-            blocks: Any = given if isinstance(given, nn.Module) else network.get_submodule(self.path)
-        except AttributeError:
-            blocks = None
+        start: Any = network
+        blocks = given if isinstance(given, nn.Module) else reduce(
+            lambda part, name: getattr(part, name, None), self.path.split("."), start)
         if not isinstance(blocks, nn.ModuleList | nn.Sequential):
             raise ValueError(f"{type(network).__name__} has no {self.path} with several blocks. Lists of blocks in it: "
                              f"{lists_of_blocks(network)}.")
@@ -57,10 +56,6 @@ class Family:
     front: Callable[[nn.Module, dict[Any, Any]], Any] | None = None
     free: Callable[[nn.Module, dict[Any, Any]], int] | None = None
     text_last: bool = False
-
-    @property
-    def has_text(self) -> bool:
-        return any(spec.text is not None for spec in self.lists)
 
 
 def gathered(value: Tensor, index: Tensor, axis: int) -> Tensor:

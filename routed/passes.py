@@ -10,7 +10,7 @@ from torch import Tensor
 
 from routed.kept import Kept, RouteBlock, replaced, tokens_in
 from routed.modules import BACKWARD
-from routed.nested import PLAIN_VALUES, leaves, rebuilt
+from routed.nested import PLAIN_VALUES, leaves
 from routed.networks import pairs
 from routed.sealed import Sealed, misses_tokens, seal, unsealed
 from routed.trial import candidates, offer
@@ -31,7 +31,8 @@ class Pass:
         self.returned: tuple[Any, Any] = None, None             # the latest block, and its tokens
         self.text = 0                       # tokens of text that has its own stream in some blocks
         family, network, mask = routing.family, routing.network, routing.options.keep_mask
-        self.batch = samples_in([*map(arguments.get, routing.arguments), *arguments.values()])
+        self.batches = [samples_in([*map(arguments.get, routing.arguments), *arguments.values()]),
+                        *(len(x) for x in arguments.values() if isinstance(x, Tensor) and x.ndim > 2)]
         self.front = family.front(network, arguments) if family.front else routing.options.keep or 0     # or (B,)
         self.free = family.free(network, arguments) if family.free else 0
         self.keep_mask = mask(arguments) if callable(mask) else mask        # (B, free) bool: these are kept
@@ -77,20 +78,21 @@ class Pass:
             tries = self.routing.tries if is_first and not is_compiling else None
             failure = tries.try_block(kept, by_name) if tries else ""
             try:
-                output, taken = kept.call(by_name)
+                output = kept.call(by_name)
             except (RuntimeError, IndexError, TypeError, AssertionError) as error:
                 if not failure or isinstance(error, torch.cuda.OutOfMemoryError):
                     raise
                 raise ValueError(f"{block} fails when each sample keeps its own tokens "
                                  f"({str(error).partition(chr(10))[0]}). Cause: {failure}. What along= names gets a "
                                  f"batch axis, except by axis 0.") from error
-            output = self.leave(kept, output, taken)
+            output = self.leave(kept, output)
         if is_first:
             self.returned = block, tokens_in(output, block)
             BACKWARD.mark(output, self, block.index)
         is_inside = block.route is not None and not block.ends and not block.spec.rejoins
         is_sealed = is_inside and self.seals and (      # where two lists meet, text may join the tokens
-            not self.routing.family.has_text or self.routing.blocks[block.index + 1].spec is block.spec)
+            self.routing.blocks[block.index + 1].spec is block.spec
+            or all(spec.text is None for spec in self.routing.family.lists))
         return self.sealed(block, output) if is_sealed else output
 
     def by_name(self, block: RouteBlock, forward: Callable[..., Any], args: Any, kwargs: Any) -> Callable[..., Any]:
@@ -130,12 +132,12 @@ class Pass:
 
     def enter(self, block: RouteBlock, arguments: dict[Any, Any], x: Any) -> Kept:
         """Returns what a block on a route gets; its tokens are sampled before the first block of the route."""
-        if not isinstance(x, Tensor) or x.is_nested or x.ndim != 3 or self.batch not in (None, len(x)):
+        if not isinstance(x, Tensor) or x.is_nested or x.ndim != 3 or self.batches[0] and len(x) not in self.batches:
             what = (type(x).__name__ if not isinstance(x, Tensor) else
                     "a nested tensor (set enable_nested_tensor=False)" if x.is_nested else tuple(x.shape))
-            raise ValueError(f"{block}: {block.tokens} is {what}, but tokens (B, N, D) of {self.batch or 'B'} samples "
-                             f"are routed: transpose tokens (N, B, D) before the blocks, fold none into the batch, and "
-                             f"name their argument by family=Family((Blocks(path, tokens=),)).")
+            raise ValueError(f"{block}: {block.tokens} is {what}, but tokens (B, N, D) of {self.batches[0] or 'B'} "
+                             f"samples are routed: transpose tokens (N, B, D) before the blocks, fold none into the "
+                             f"batch, and name their argument by family=Family((Blocks(path, tokens=),)).")
         if block.starts:
             self.sample_mask(block, x)
         return Kept(self, block, arguments, x, self.ids_keep[block.r])
@@ -143,13 +145,13 @@ class Pass:
     def sample_mask(self, block: RouteBlock, x: Tensor) -> None:
         """Samples the mask of a route before its first block, from all tokens x of that block."""
         routing, (batch, length) = self.routing, x.shape[:2]
+        stream = length - (self.text if block.joined else 0)
         if not routing.family.free:
-            front = int(self.front.max()) if isinstance(self.front, Tensor) else self.front
-            self.free = length - front - (self.text if block.joined else 0)
-        if int(self.free * block.route.selection_ratio) < 1:
-            raise ValueError(f"{block}: {length - self.free} of {length} tokens are never routed, and the others are "
-                             f"too few to route any; see keep=. Tokens are counted along the second axis of "
-                             f"{tuple(x.shape)}.")
+            self.free = stream - (int(self.front.max()) if isinstance(self.front, Tensor) else self.front)
+        if int(self.free * block.route.selection_ratio) < 1 or self.free > stream:
+            raise ValueError(f"{block}: {max(self.free, 0)} of {stream} tokens may be routed, too few or more than "
+                             f"there are: see keep=, and split no sequence over ranks. Tokens are counted along the "
+                             f"second axis of {tuple(x.shape)}.")
         noise = routing.options.mask_noise
         if noise is not None:
             must_be("mask_noise", noise, torch.float32, (batch, len(routing.routes), self.free),
@@ -198,7 +200,7 @@ class Pass:
         if unnamed:
             raise ValueError(f"{block}: {offer(kept, by_name, unnamed)}")
 
-    def leave(self, kept: Kept, output: Any, taken: dict[Any, Any]) -> Any:
+    def leave(self, kept: Kept, output: Any) -> Any:
         """Returns the output of a block; at a route's end, with all tokens."""
         block, x = kept.block, tokens_in(output, kept.block)
         size = len(kept.x), kept.length - kept.num_routed, kept.x.shape[2]
@@ -206,11 +208,6 @@ class Pass:
             raise ValueError(f"{block} gets tokens {size} and returns "
                              f"{tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__}: describe what is "
                              f"routed by family=Family((Blocks(path, tokens=, text=, out=),)).")
-        if isinstance(output, tuple | list) and not torch.compiler.is_compiling():
-            # an argument that a block returns has all its rows again
-            reduced = [(part, kept.arguments[name]) for name, part in taken.items()
-                       if name != block.tokens and part is not kept.arguments[name]]
-            output = rebuilt(output, [next((full for old, full in reduced if old is part), part) for part in output])
         if block.ends or block.spec.rejoins:
             output = replaced(output, block, kept.rejoin(x, self.before_route[block.r]))
         if block.ends:                      # detached, because its graph refers to this pass

@@ -122,7 +122,9 @@ class Routing:
         device = next((part.device for part in leaves([args, kwargs]) if isinstance(part, Tensor)), torch.device("cpu"))
         with torch.no_grad(), on_copies(self.network, torch.Generator(device), None, None) as start:
             start(0)
-            self.network.forward(*args, **kwargs)
+            self.network(*args, **kwargs)
+            for part in self.network.modules():         # FSDP2 has gathered weights in the copies
+                getattr(part, "reshard", lambda: None)()
         self.run = None
 
     def begin(self, arguments: dict[Any, Any], of_network: bool) -> Pass:
@@ -138,15 +140,14 @@ def described(network: nn.Module, options: Any) -> Family:
     """Returns the description of a network: the user's, or the known one as along= and keep= correct it."""
     if options.family is not None and (options.blocks, options.along, options.keep) != (None, None, None):
         raise ValueError("blocks=, along= and keep= describe a network, as family= does: leave them out.")
-    if options.keep is not None and not (isinstance(options.keep, int) and options.keep >= 0):
-        raise ValueError(f"keep={options.keep!r} must be a number of leading tokens: use keep_mask= for others.")
     if (name := owner_of(network).__name__) in families.REFUSED:
         raise ValueError(f"{name} cannot be routed exactly: {families.REFUSED[name]}.")
     along = dict(options.along or {})
     if options.blocks is not None:
         return Family((Blocks(options.blocks if isinstance(options.blocks, str) else "blocks=", along),))
     family: Family = options.family or families.family_of(network)
-    if options.keep is not None and (family.front or family.free or family.has_text):
+    has_text = any(spec.text is not None for spec in family.lists)
+    if options.keep is not None and (family.front or family.free or has_text):
         raise ValueError(f"keep= does not apply: {type(network).__name__} is known, and its tokens that are never "
                          f"routed are counted. Use keep_mask= for others.")
     return replace(family, lists=tuple(replace(spec, along={**spec.along, **along}) for spec in family.lists))
@@ -200,8 +201,7 @@ def routed(
                          f"dense pass inside of it.")
     for module, block in [(network, None), *routing.block_of.items()]:
         if not isinstance(module, RoutedModule):
-            plain: Any = type(module)
-            module.__class__ = routed_class(plain)
+            module.__class__ = routed_class(plain_class(module))
         vars(module)["_routed"] = routing, block
     hooks = [part.register_forward_pre_hook(routing.try_uncompiled, with_kwargs=True) for part in model.modules()
              if hasattr(part, "_orig_mod") and network in part.modules()]

@@ -12,6 +12,9 @@ from routed.nested import leaves, mapped, rebuilt
 READS = {"item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__array__", "__bool__", "__contains__",
          "__float__", "__int__", "__index__", "__complex__", "__dlpack__", "__reduce_ex__"}
 WRITES = {"__set__", "__setitem__", "backward"}
+# What the backward of a reentrant checkpoint that a block puts around itself does, without gradients.
+TENSOR: Any = Tensor
+REENTRANT = TENSOR.requires_grad.__set__, TENSOR.grad.__get__, torch.autograd.backward
 
 
 class Sealed(Tensor):
@@ -20,16 +23,25 @@ class Sealed(Tensor):
     Sizes, types and devices may be read, lists and hooks may hold them, and they may move to another device.
     """
 
-    raw: Tensor
+    plain: Tensor
     run: Any
     after: Any
+
+    @property
+    def raw(self) -> Tensor:
+        """The tokens with all that autograd has recorded, as where a function of ZeRO-3 returned them detached."""
+        recorded: Tensor = TENSOR.__torch_function__(Tensor.as_subclass, (), (self, Tensor))
+        if recorded.requires_grad and not self.plain.requires_grad:
+            self.plain = recorded
+        return self.plain
 
     @classmethod
     def __torch_function__(cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")
         sealed = next(part for part in (*leaves(args), *leaves(kwargs)) if isinstance(part, Sealed))
         is_write = name in WRITES or name.endswith("_") and not name.endswith("__") or "out" in kwargs
-        if not is_write and name not in READS:
+        is_reentrant = function in REENTRANT and not torch.is_grad_enabled()
+        if is_reentrant or not is_write and name not in READS:
             args, kwargs = mapped(lambda part: part.raw if isinstance(part, Sealed) else part, (args, kwargs))
             try:
                 result = function(*args, **kwargs)
@@ -41,14 +53,14 @@ class Sealed(Tensor):
                 return seal(result, sealed.run, sealed.after)
             if name == "view_as" and not torch.is_grad_enabled() and args[0] is args[1]:
                 return result               # of a function that hooks on gradients pass a block's input through
-            if not any(isinstance(part, Tensor) for part in leaves(result)):
+            if is_reentrant or not any(isinstance(part, Tensor) for part in leaves(result)):
                 return result
         raise misses_tokens(sealed.after, f"computes with the others ({name})")
 
 
 def seal(x: Tensor, run: Any, after: Any) -> Tensor:
     sealed = x.as_subclass(Sealed)
-    sealed.raw, sealed.run, sealed.after = x, run, after
+    sealed.plain, sealed.run, sealed.after = x, run, after
     return sealed
 
 

@@ -59,13 +59,13 @@ class Trials:
     def try_block(self, kept: Any, call: Callable[..., Any]) -> str:
         """Raises ValueError for a block whose output depends on more than its tokens and the arguments in `along`.
 
-        `call` calls a function like the block's forward with arguments by name. Returns the cause if the trial failed,
-        as the block may.
+        `call` calls a function like the block's forward with arguments by name. Returns the cause of a failed trial.
         """
         axes = [(name, getattr(axis, "__qualname__", str(axis))) for name, axis in kept.along.items()]
-        kinds = [(name, *map(kind_of, leaves(value))) for name, value in kept.arguments.items()]
+        batch, arguments = len(kept.ids), kept.arguments.items()
+        kinds = [(name, *(kind_of(part, batch) for part in leaves(value))) for name, value in arguments]
         # What a block's behaviour may depend on, besides values of tensors and exact sizes.
-        here = (kept.block.index, len(kept.ids) > 1, kept.block.settings, *axes, *kinds)
+        here = (kept.block.index, batch > 1, kept.block.settings, *axes, *kinds)
         sizes = tuple(size for part in leaves(kept.arguments) if isinstance(part, Tensor) for size in part.shape)
         before, largest = self.rows.get(here, 0), self.sizes.get(here, sizes)
         if before == PATIENCE or isinstance(before, Trial) and all(map(int.__le__, sizes, largest)):
@@ -84,10 +84,10 @@ class Trials:
         return cause(kept) if failed else ""
 
 
-def kind_of(part: Any) -> Any:
+def kind_of(part: Any, batch: int) -> Any:
     """Returns the kind of a value in an argument: the order of magnitude of sizes and numbers, other plain values."""
     if isinstance(part, Tensor):
-        return part.is_floating_point(), *(size.bit_length() for size in part.shape)
+        return part.is_floating_point(), part.shape[:1] == (batch,), *(size.bit_length() for size in part.shape)
     if isinstance(part, int) and not isinstance(part, bool):
         return part.bit_length()
     return part if isinstance(part, bool | str | None) else type(part).__name__
@@ -106,7 +106,7 @@ def candidates(kept: Any, value: Any) -> list[Any]:
             continue
         if part.shape[-1] == part.shape[-2] and is_long(part.shape[-1]):
             found.append(pairs)
-        is_mask = part.ndim == 2 and len(part) == len(kept.ids) and part.shape[1] != kept.x.shape[2]    # (B, N)
+        is_mask = math.prod(part.shape[1:-1]) == 1 and part.shape[-1] != kept.x.shape[2]       # (B or 1, …, N)
         for axis in range(part.ndim - (not is_mask)):
             if is_long(part.shape[axis]) and (len(part) in (1, len(kept.ids)) if axis else len(part) != len(kept.ids)):
                 found += [axis] if axis else [-part.ndim, 0]
@@ -185,7 +185,7 @@ def measured(kept: Any, call: Callable[..., Any], dtype: torch.dtype | None, mod
         def run(ids: Tensor, per_sample: bool | None = None, seed: int = 0) -> tuple[Any, Any, list[Any]]:
             start(seed)
             turned = kept.but(ids=ids, arguments=copied(arguments), is_trial=True)
-            out, _ = turned.call(partial(call, function=function), per_sample)
+            out = turned.call(partial(call, function=function), per_sample)
             # What modules hold besides weights, as statistics or a loss of experts, and lists that they append to.
             held = [value for part in module.modules() for name, value in vars(part).items()
                     if name not in OWN or name == "_buffers"]
@@ -302,7 +302,7 @@ def copied(value: Any, memo: dict[Any, Any] | None = None) -> Any:
 
 
 def opened(part: Any, generator: torch.Generator, dtype: torch.dtype | None, near: float = 0) -> Any:
-    """Returns a tensor in the trial's precision, with noise in place of one that is near 0.
+    """Returns a tensor in the trial's precision, with noise in place of one that is near 0 or constant along an axis.
 
     So a block that starts as the identity, as with adaLN-Zero, LayerScale or a relative bias, shows what it will
     compute. A vector becomes positive, as a root may be taken of it. Quantised tensors remain.
@@ -310,9 +310,13 @@ def opened(part: Any, generator: torch.Generator, dtype: torch.dtype | None, nea
     if type(part) not in (nn.Parameter, Tensor) or not part.is_floating_point() or part.element_size() == 1:
         return part
     part = part.detach()
-    if near and part.device == generator.device and part.numel() and float(part.abs().amax()) < near:
+    if near and part.device == generator.device and part.numel():
         noise = torch.randn(part.shape, generator=generator, device=part.device, dtype=torch.float32).to(part.dtype)
-        part = noise / math.sqrt(part.shape[1]) if part.ndim > 1 else 0.25 + noise.abs() / 2
+        if float(part.abs().amax()) < near:
+            part = noise / math.sqrt(part.shape[1]) if part.ndim > 1 else 0.25 + noise.abs() / 2
+        elif any(size > 1 and bool((part == part.narrow(axis, 0, 1)).all())     # as one time for all frames
+                 for axis, size in enumerate(part.shape) if axis):
+            part = part / (1 + noise.abs())
     return part if dtype is None or part.dtype == torch.float64 else part.to(dtype)
 
 

@@ -90,6 +90,7 @@ def test_class_and_register_tokens_are_kept_by_every_entry_to_an_encoder(name, e
         block_controlnet_hidden_states=[torch.zeros(BATCH, N, 16)])),
     ("FluxTransformer2DModel", "holds ['attention_mask']",
      dict(joint_attention_kwargs=dict(attention_mask=torch.ones(BATCH, 1, 1, N + TEXT) > 0))),
+    ("FluxTransformer2DModel", "16 of 8 tokens may be routed", dict(hidden_states=torch.zeros(BATCH, 8, 4))),
     ("VisionTransformer", "write along={'attn_mask': pairs}", dict(attn_mask=torch.ones(N + 1, N + 1))),
     ("LTX2VideoTransformer3DModel", "write along={'self_attention_mask': pairs or 1 or None}",
      dict(video_self_attention_mask=torch.ones(BATCH, N, N))),

@@ -175,6 +175,14 @@ def test_a_network_is_copied_and_saved_as_a_dense_one_of_its_own(wrapped_by_acce
     assert torch.equal(net(X), dense) and loss.isfinite()
 
 
+def test_a_network_of_compiled_blocks_is_copied_after_its_first_route():
+    net = Plain()
+    net.blocks = nn.ModuleList(torch.compile(block, backend="eager") for block in net.blocks)
+    with routed(net, MIDDLE, **NAMED):
+        net(X)
+    assert torch.equal(copy.deepcopy(net)(X), net(X))
+
+
 def tread(depth=4):
     torch.manual_seed(1)
     return DiT(input_size=8, in_channels=3, hidden_size=32, depth=depth, num_heads=2, num_classes=5, init="xavier")

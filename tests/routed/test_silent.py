@@ -7,7 +7,7 @@ import pytest
 import timm
 import torch
 from oracle import BATCH, N, assert_close, gradients, randn, refused
-from small_networks import TABLE, D, Plain, X, made
+from small_networks import TABLE, D, Plain, Rotary, X, made
 from test_situations import attention, masked, rotary
 from torch import nn
 from torch.nn.utils import parametrize
@@ -20,7 +20,7 @@ MIDDLE, NAMED, COMPUTES = [Route(1, 2, 0.5)], dict(blocks="blocks", along={"rope
 NOISE = torch.rand(BATCH, 1, N)
 
 
-def test_torch_still_has_the_two_names_without_a_public_one():
+def test_torch_still_has_the_name_without_a_public_one():
     seen, x = [], torch.ones(2, requires_grad=True)
     (x * 2).register_hook(lambda _: seen.append(backward_id()))
     y = x * 2
@@ -28,10 +28,6 @@ def test_torch_still_has_the_two_names_without_a_public_one():
     for _ in range(2):
         y.sum().backward(retain_graph=True)
     assert backward_id() == -1 < seen[0] != seen[1] and len(seen) == 2
-    net = nn.Linear(2, 2)
-    assert net._compiled_call_impl is None
-    net.compile(backend="eager")
-    assert net._compiled_call_impl is not None
 
 
 @pytest.mark.parametrize("frozen_blocks", [0, 2])
@@ -125,6 +121,31 @@ def test_hooks_on_gradients_pass_and_hooks_that_add_positions_do_not():
     assert "block 1 of blocks depends on where" in refused(net, MIDDLE, lambda: net(X), blocks="blocks")
 
 
+DETACHED = type("Detached", (torch.autograd.Function,), dict(       # as in the hooks of DeepSpeed's ZeRO-3
+    forward=staticmethod(lambda ctx, x: x.detach()), backward=staticmethod(lambda ctx, gradient: gradient)))
+
+
+class Recomputed(Rotary):
+    """As a block of transformers, which puts a reentrant checkpoint around itself."""
+
+    def __call__(self, *args):
+        return checkpoint(super().__call__, *args, use_reentrant=True)
+
+
+@pytest.mark.parametrize("around", [
+    lambda part: part.register_forward_hook(lambda _, args, out: DETACHED.apply(out)),
+    lambda part: setattr(part, "__class__", Recomputed)], ids=["a hook", "a reentrant checkpoint"])
+def test_blocks_train_behind_functions_that_detach_their_tokens(around):
+    def trained(around):
+        net = Plain()
+        [around(part) for part in net.blocks]
+        with routed(net, MIDDLE, mask_noise=NOISE, **NAMED):
+            net(X.clone().requires_grad_()).square().sum().backward()
+        return gradients(net)
+
+    assert_close(trained(around), trained(lambda part: None))
+
+
 # ---- what a trial compares, and when --------------------------------------------------------------------------------
 
 
@@ -173,12 +194,15 @@ def stores(self, x, rope, shared):
 
 
 @pytest.mark.parametrize(("block", "shared"), [
-    (lambda self, x, rope, shared: self.attend(x, lambda q: q * rope) * shared.sum(), torch.rand(BATCH, 1, 1)),
+    (lambda self, x, rope, shared: self.attend(x, lambda q: q * rope) * shared.sum(), torch.rand(6, 1, 1)),
     (lambda self, x, rope, shared: self.attend(x - x.mean((0, 1)), lambda q: q * rope), None),
     (stores, None)], ids=["a shared argument", "a mean of the batch", "a stored loss"])
 def test_what_axis_0_cuts_by_samples_is_compared_with_one_call_for_all(block, shared):
     net = made(block, lambda part, x: part(x, TABLE, shared)).model
-    said = refused(net, MIDDLE, lambda: net(X), blocks="blocks", along={"rope": 0})
+    if shared is not None:
+        with routed(net, MIDDLE, **NAMED):
+            net(randn(7, N, D))             # of which it is no batch yet
+    said = refused(net, MIDDLE, lambda: net(randn(6, N, D)), **NAMED)
     assert "is called once for each sample, because along= names axis 0" in said and "ordered" not in said
 
 

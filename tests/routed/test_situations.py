@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections import namedtuple
+from collections import OrderedDict, namedtuple
 from dataclasses import replace
 from functools import partial
 
@@ -176,7 +176,12 @@ EXACT = {       # network, and its description
     "a table [None, None]": (made(turned(lambda rope: rope[None, None]), with_table()), NAMED),
     "a table in nested tuples, by keyword": (
         made(lambda self, *, x, rope: self.attend(x, lambda q: q * rope[0][1]["cos"]),
-             lambda part, x: part(x=x, rope=((None, {"cos": TABLE}),))), NAMED),
+             lambda part, x: part(x=x, rope=((None, {"cos": TABLE}),))), dict(along={"rope": ((None, 0),)})),
+    "a table that blocks return": (
+        made(lambda self, x, rope: (self.attend(x, lambda q: q * (TABLE if rope is None else rope)),
+                                    TABLE if rope is None else rope), forward=value_residual), NAMED),
+    "a table in an OrderedDict": (made(turned(lambda rope: rope["cos"][:, None]), with_table(
+        lambda table: OrderedDict(cos=table[None]))), dict(along={"rope": 1})),
     "a table (1, N, D), by its position": (
         made(turned(lambda rope: rope[:, None]), with_table(lambda table: table[None])), dict(along={1: 1})),
     "a table that changes in place": (made(turned(torch.clone), table_that_changes), dict(along={"rope": 2})),
@@ -184,7 +189,10 @@ EXACT = {       # network, and its description
         x, lambda q: q * TABLE)), dict(along={"rope": by_place(2)})),
     "a mask (1, 1, N, N)": (made(masked, lambda part, x: part(x, NEAR)), dict(along={"mask": pairs})),
     "a mask and a table": (MASK_AND_TABLE, dict(along={"mask": pairs, "rope": 1})),
-    "a padding mask": (made(masked, lambda part, x: part(x, PADDING)), dict(along={"mask": 1})),
+    "a padding mask": (made(masked, lambda part, x: part(x, PADDING[:, None, None])), dict(along={"mask": 3})),
+    "a mask of text": (made(lambda self, x, mask: self.attend(x) + mask.sum(-1),
+                            lambda part, x: part(x, PADDING[:, None, None, :5])), {}),
+    "positions before the tokens": (made(attention, inputs=dict(x=torch.zeros(N, 2), tokens=X)), {}),
     "a number of tokens": (made(counted, lambda part, x: part(x, N)), dict(along={"length": fewer})),
     "a class token": (made(attention, forward=class_token_first), dict(keep=1)),
     "a size": (made(lambda self, x, size: self.attend(x), lambda part, x: part(x, torch.Size([4, 4]))), {}),
@@ -235,7 +243,6 @@ REFUSED = {     # network, its description, and what the error says
         made(attention, forward=neighbours_where_lists_meet, more=nn.ModuleList(of_blocks(attention, 2))),
         dict(blocks=None, family=Family((Blocks("blocks"), Blocks("more"))), routes=[Route(1, 4, 0.5)]),
         "After block 3 .* computes with the others"),
-    "a SiT that counts no patches": (made(attention, name="SiT"), dict(blocks=None), "no attribute 'pos_embed'"),
     "order alone": (made(causal), {}, "set ordered=True"),
     "a bias of std 0.02": (made(relative), {}, POSITIONS),
     "a bias in bfloat16": (made(relative), dict(call=lambda case: case.model.bfloat16()(X.bfloat16())), POSITIONS),
@@ -275,9 +282,15 @@ REFUSED = {     # network, its description, and what the error says
     "a mask and a table that nobody named": (
         MASK_AND_TABLE, {}, r"write along=\{'mask': pairs, 'rope': 1\} \(`from routed import pairs`\), with which this "
                             r"block passes"),
-    "a padding mask that nobody named": (
-        made(masked, lambda part, x: part(x, PADDING[:len(x)])), {},
-        r"mask is \(\d, 16\), as long as the tokens"),
+    **{f"a padding mask {shape} that nobody named": (
+        made(masked, lambda part, x, shape=shape: part(x, PADDING[:len(x) if shape[0] < 0 else 1].view(shape))), {},
+        r"mask is \(\d, (1, )*16\), as long as the tokens") for shape in ((-1, N), (-1, 1, N), (-1, 1, 1, N), (1, N))},
+    "a time for each frame, equal at first": (
+        made(lambda self, x, e: self.attend((x.unflatten(1, (4, -1)) * e[:, :, None]).flatten(1, 2)),
+             lambda part, x: part(x, torch.ones(len(x), 4, D))), {}, POSITIONS),
+    "a value of another route": (
+        made(with_value, forward=value_residual), dict(along={"value": 1}, routes=[Route(0, 1, 0.5), Route(2, 3, 0.5)]),
+        r"value is \(\d, 8, 8\). Its axis 1 must be 16"),
     "a name that blocks do not have": (made(turned(), with_table()), dict(along={"rop": 0}),
                                        "write along={'rop': 0, 'rope': "),
     # tokens, and what else a block returns
@@ -309,8 +322,8 @@ REFUSED = {     # network, its description, and what the error says
     "hidden states": (made(attention, forward=hidden_states), {}, "After block 0 .* returns them as features"),
     "a block twice": (made(attention, make=lambda parts: nn.ModuleList([*parts, parts[0]])), {},
                       "After block -1 came block 4"),
-    "groups of blocks": (made(attention, make=lambda parts: nn.ModuleList([nn.ModuleList(parts)] * 2)), {},
-                         "blocks.0 is a ModuleList, not a block"),
+    "groups of blocks": (made(attention, make=lambda parts: nn.ModuleList([nn.ModuleList(parts)] * 2),
+                              forward=lambda net, x: through(net.blocks[0], x)), {}, "After block -1 came the end"),
     "blocks that are left out": (made(attention, forward=lambda net, x: through(net.blocks[:3], x)), {},
                                  "After block 2 came the end: .* 4 blocks of Somebodys once.* Name a list"),
     "a pass that stops early, twice": (HIDDEN, dict(call=lambda case: [case.blocks[0](X) for _ in range(2)]),
@@ -326,8 +339,8 @@ REFUSED = {     # network, its description, and what the error says
     "an unknown network": (HIDDEN, dict(blocks=None), r"Somebodys of \S+ is not a known network \(docs/trainers.md\).*"
                            r"Lists of blocks: blocks \(4 of Block\)"),
     "a wrong path": (HIDDEN, dict(blocks="layers"), r"has no layers with several blocks.*: blocks \(4 of Block\)"),
-    "class tokens alone": (made(attention, forward=class_token_first), dict(keep=17), "17 of 17 tokens are never"),
-    "a token at the end": (HIDDEN, dict(keep=-1), "keep=-1 must be a number of leading tokens"),
+    "class tokens alone": (made(attention, forward=class_token_first), dict(keep=17), "0 of 17 tokens may be"),
+    "a token at the end": (HIDDEN, dict(keep=-1), "17 of 16 tokens may be routed, .* see keep="),
     "noise for another number of routes": (HIDDEN, dict(mask_noise=torch.rand(9, 2, N)), r"mask_noise is torch.float32 "
                                            r"\(9, 2, 16\), but it must be torch.float32 \(\d, 1, 16\)"),
     "a grid that is not even": (HIDDEN, dict(router=Router("grid"), keep=7), "there are 9 tokens"),

@@ -14,9 +14,10 @@ SAMPLES, NOISE = randn(4, N, D), randn(4, 2, N).sigmoid()
 
 
 def gradients(net, model, rows):
-    with routed(model, ROUTES, blocks="blocks", along={"rope": 0}, mask_noise=NOISE[rows]):
+    with routed(model, ROUTES, blocks="blocks", along={"rope": 0}, mask_noise=NOISE[rows]) as routing:
         loss = model(SAMPLES[rows]).square().mean()
     loss.backward()
+    assert len(routing.trials) == 4
     grads = {name: p.grad for name, p in net.named_parameters()}
     return {name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad for name, grad in grads.items()}
 
@@ -31,6 +32,7 @@ def train(rank, how, checkpointed, folder):
             mesh = torch.distributed.init_device_mesh("cpu", (2,))
             for part in (*net.blocks, net):
                 fully_shard(part, mesh=mesh)
+            model = torch.compile(net, backend="eager") if "compiled" in how else net
         grads = gradients(net, model, slice(rank, None, 2))
         if rank == 0:
             torch.save(grads, folder / "gradients.pt")
@@ -39,7 +41,7 @@ def train(rank, how, checkpointed, folder):
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("how", ["DDP", "FSDP2"])
+@pytest.mark.parametrize("how", ["DDP", "FSDP2", "FSDP2, compiled"])
 def test_two_ranks_give_the_gradients_of_one_process(how, checkpointed, tmp_path):
     net = Plain(checkpointed)
     expected = gradients(net, net, slice(None))
