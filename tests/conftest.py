@@ -105,6 +105,16 @@ def fresh_accelerator():
 
 
 @pytest.fixture
+def handlers():
+    """The handlers of signals that this process has, which it gets back afterwards."""
+    from runtime import ranks
+
+    before = ranks.stop_handlers()
+    yield before
+    ranks.start_anew(before)
+
+
+@pytest.fixture
 def float32_restored():
     """How float32 is multiplied is set back afterwards."""
     import torch
