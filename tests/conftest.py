@@ -1,4 +1,4 @@
-"""Puts the project root and the folders of tests on the import path and finds the real data that some need."""
+"""Puts the project root and the folders of tests on the import path; fixtures and functions that many tests use."""
 
 import ast
 import atexit
@@ -105,6 +105,16 @@ def fresh_accelerator():
 
 
 @pytest.fixture
+def handlers():
+    """The handlers of signals that this process has, which it gets back afterwards."""
+    from runtime import ranks
+
+    before = ranks.stop_handlers()
+    yield before
+    ranks.start_anew(before)
+
+
+@pytest.fixture
 def float32_restored():
     """How float32 is multiplied is set back afterwards."""
     import torch
@@ -125,15 +135,6 @@ def graphs(monkeypatch):
     counter, compiled = CompileCounterWithBackend("aot_eager"), torch.compile
     monkeypatch.setattr(torch, "compile", functools.partial(compiled, backend=counter, fullgraph=True))
     return counter
-
-
-@pytest.fixture
-def real_data() -> Path:
-    """The folder of real images; the test is skipped where it is absent."""
-    folder = Path(os.environ.get("TREAD_REAL_DATA", ROOT.parent / "shared" / "data"))
-    if not folder.is_dir():
-        pytest.skip("no real data beside the checkout")
-    return folder
 
 
 @pytest.fixture(scope="session")
@@ -166,9 +167,9 @@ def pixel_reference(shapes, tmp_path_factory) -> Path:
     return out
 
 
-def change_record(folder: Path, **changes) -> None:
-    """Changes what the metadata.json of a latent folder says."""
-    file = folder / "metadata.json"
+def change_record(folder: Path, name: str = "metadata.json", /, **changes) -> None:
+    """Changes what a JSON file of a folder says, such as the record of latents."""
+    file = folder / name
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 

@@ -77,9 +77,7 @@ class Life:
                 os.killpg(process.pid, number)
 
     def wait(self, seconds: float = PATIENCE) -> Ended:
-        """Waits for the end of all ranks, which the first that fails brings, as with torchrun; kills what takes longer
-        than `seconds`.
-        """
+        """Waits for the end of all ranks, which the first that fails brings, or the end of the time; kills the rest."""
         end, failed = self.began + seconds, False
         while self.returncode is None and time.monotonic() < end:
             if not failed and any(process.exitcode for process in self.processes):

@@ -283,7 +283,6 @@ def test_the_inception_score_of_files_is_that_of_shuffled_images_and_an_array_ke
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory):
-    """A run with one checkpoint of an untrained network of three classes."""
     network = dict(input_size=16, patch_size=4, in_channels=3, hidden_size=32, depth=3, num_heads=2, num_classes=3,
                    init="xavier")
     return write_run(tmp_path_factory.mktemp("runs") / "tiny", network, step=7, class_names=["a", "b", "c"])

@@ -63,12 +63,6 @@ NETS = {"pointwise": Pointwise, "dit": lambda: fill(DiT(**TINY))}
 NOISES = {"counted": CountedNoise, "same": partial(CountedNoise, step=0)}
 
 
-def signature(shapes: dict[str, tuple[int, ...]]) -> str:
-    """Hashes the sorted "key shape" lines of a state dict."""
-    lines = "\n".join(f"{key} {tuple(shape)}" for key, shape in sorted(shapes.items()))
-    return hashlib.sha256(lines.encode()).hexdigest()
-
-
 # ---- The comparisons -------------------------------------------------------------------------------------------
 
 def published(name: str) -> dict:
@@ -114,7 +108,8 @@ def test_positions_equal_facebookresearch_dit():
 def test_keys_shapes_and_counts_equal_facebookresearch_dit_and_hustvl_lightningdit(size):
     with torch.device("meta"):
         net = DiT_models[size["model"]](**size["config"])
-    assert signature({key: weight.shape for key, weight in net.state_dict().items()}) == size["signature"]
+    lines = sorted(f"{key} {tuple(weight.shape)}" for key, weight in net.state_dict().items())
+    assert hashlib.sha256("\n".join(lines).encode()).hexdigest() == size["signature"]
     assert sum(weight.numel() for weight in net.parameters() if weight.requires_grad) == size["trainable"]
 
 

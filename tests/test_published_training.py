@@ -15,22 +15,11 @@ import forked
 import numpy as np
 import pytest
 import torch
-from closed_forms import (
-    Encoder,
-    Replayed,
-    begin,
-    checksum,
-    data_set,
-    in_order,
-    numbers,
-    pictures,
-    spread_of,
-    values_of,
-    wave,
-)
+from closed_forms import Encoder, Replayed, begin, checksum, data_set, in_order, numbers, pictures, spread_of, values_of
 from conftest import run_command
 from safetensors.torch import load_file
 from test_data import write_folder
+from test_published_parity import published, wave
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -52,10 +41,6 @@ from weights.records import build_network
 
 NAMES = {"train_step": "labels", "draw_sigma": "level", "draw_t": "level", "draw": "noise", "get_mask": "mask",
          "loss": "noise", "forward": "mask", "to_latent": "moments", "draw_dropped": "path"}
-
-
-def published(name: str) -> list[dict]:
-    return json.loads((Path(__file__).parent / "published" / f"train_{name}.json").read_text())["cases"]
 
 
 # ---- The published trainers ------------------------------------------------------------------------------------------
@@ -233,7 +218,7 @@ def replay(monkeypatch, fresh_accelerator):
 
 @pytest.mark.parametrize(("trainer", "case"), [
     pytest.param(trainer, case, id=f"{name}, {case['name']}")
-    for name, trainer in TRAINERS.items() for case in published(name)])
+    for name, trainer in TRAINERS.items() for case in published(f"train_{name}")["cases"]])
 def test_train_py_ends_where_the_published_trainer_does(trainer, case, tmp_path, replay):
     replay(case, trainer)
     model, ema, losses = train(tmp_path, case, trainer)
@@ -247,7 +232,7 @@ def test_train_py_ends_where_the_published_trainer_does(trainer, case, tmp_path,
 
 
 def test_two_ranks_of_train_py_end_where_two_of_compvis_tread_do(tmp_path):
-    [case] = published("tread_two_ranks")
+    [case] = published("train_tread_two_ranks")["cases"]
 
     def on_two_ranks(_, program: str, *overrides: str, **settings) -> None:
         program = ("import json, sys, latents.loader, train; from closed_forms import Replayed, in_order; "
@@ -262,7 +247,8 @@ def test_two_ranks_of_train_py_end_where_two_of_compvis_tread_do(tmp_path):
 
 
 def test_the_cosine_term_of_ours_fades_where_that_of_lightningdit_is_steep(tmp_path, replay):
-    [case], faded = published("lightning"), replace(TRAINERS["lightning"], replace=with_their_time)
+    [case] = published("train_lightning")["cases"]
+    faded = replace(TRAINERS["lightning"], replace=with_their_time)
     replay(case, faded)
     _, _, losses = train(tmp_path, case | {"steps": 1}, faded)
     assert abs(losses[0] - case["loss"][0]) == pytest.approx(0.02, abs=0.005)   # as on docs/differences.md

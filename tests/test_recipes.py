@@ -1,6 +1,4 @@
-"""Each recipe of docs/recipes.md, and several at once: it resumes, it samples, it compiles one graph for each number of
-tokens, and with its weight at zero it changes nothing.
-"""
+"""What must hold for each recipe of docs/recipes.md, and for several at once."""
 
 import pytest
 import torch

@@ -135,9 +135,7 @@ def test_a_longer_run_follows_the_schedule_of_its_new_length(shapes, tmp_path):
 
 
 def test_weights_of_other_classes_or_latents_are_named(seven, shapes, tmp_path):
-    """facebookresearch/deit#130 and hustvl/LightningDiT#83: init_from=<a run on classes of another order, or on latents
-    of another autoencoder>, silently.
-    """
+    """facebookresearch/deit#130 and hustvl/LightningDiT#83, where nothing was said."""
     turned, scaled = (shutil.copytree(shapes, tmp_path / name) for name in ("turned", "scaled"))
     change_record(turned, class_names=json.loads((shapes / "metadata.json").read_text())["class_names"][::-1])
     change_record(scaled, scale=0.5)

@@ -1,10 +1,8 @@
 """Flow matching's samplers and shifts. Its loss is compared with published code: tests/test_published_training.py."""
 
-import json
-
 import pytest
 import torch
-from conftest import ROOT
+from test_published_parity import published
 from torch import nn
 
 from dit import DiT
@@ -13,7 +11,6 @@ from rf import RF, sample_tread
 from routing_module import Route
 from sampling.sampler import Sampler
 
-SHIFTS = json.loads((ROOT / "tests/published/recipes.json").read_text())["shift"]
 LINE = torch.linspace(-2, 2, 9, dtype=torch.float64).float().view(-1, 1, 1, 1)  # noises that are easy to follow
 
 
@@ -82,7 +79,7 @@ def test_each_step_of_tread_guidance_extrapolates_between_two_ratios_on_the_same
 # ---- shifted times ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", SHIFTS)
+@pytest.mark.parametrize("case", published("recipes")["shift"])
 def test_times_shifted_by_the_latents_size_are_sr_dits_in_training_and_sampling(case, monkeypatch):
     net, shape = ExactVelocity(0.5), case["shape"]
     monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.tensor(case["t"]))

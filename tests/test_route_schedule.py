@@ -1,6 +1,4 @@
-"""Routes that change with the step: each step's are a function of (seed, step), and everything that trains on them
-asks for its step's.
-"""
+"""Routes that change with the step: a function of (seed, step), and everything that trains asks for its step's."""
 
 from collections import Counter
 from dataclasses import replace

@@ -157,13 +157,8 @@ def test_scores_in_training_are_of_the_average(shown, pixel_reference, tmp_path,
     assert again[0] == pytest.approx(scored[-2], rel=1e-6) and again[1] != pytest.approx(scored[-2], rel=1e-6)
 
 
-def shown_by_tensorboard(run: Path) -> EventAccumulator:
-    events = EventAccumulator(str(run / "tread"), {"images": 0})
-    return events.Reload()
-
-
 def test_tensorboard_shows_the_rows_the_grids_and_the_scores(shown):
-    events = shown_by_tensorboard(shown)
+    events = EventAccumulator(str(shown / "tread"), {"images": 0}).Reload()
     for name in ("loss", "grad_norm", "img_per_sec"):
         values = {event.step: event.value for event in events.Scalars(name)}
         assert values == pytest.approx({row["step"]: row[name] for row in files.read_rows(shown / "metrics.jsonl")})
@@ -184,7 +179,8 @@ def test_tensorboards_curves_do_not_go_back_where_a_killed_run_resumes(shapes, t
     trained(run, shapes, *options, "steps=7")
     files.remove(checkpoints.step_folder(run, 7))  # as if killed after step 7
     trained(run, shapes, *options, "steps=9")
-    assert [event.step for event in shown_by_tensorboard(run).Scalars("loss")] == [*range(1, 10)]
+    events = EventAccumulator(str(run / "tread")).Reload()
+    assert [event.step for event in events.Scalars("loss")] == [*range(1, 10)]
 
 
 def test_classes_without_images_are_neither_scored_nor_shown(shapes, reference, pixel_reference, tmp_path):

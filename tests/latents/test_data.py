@@ -22,7 +22,6 @@ from latents.loader import NUM_AHEAD, _plan, batches, read_ahead
 
 COUNT = 103  # three shards of 40, 40 and 23 images, and a batch size that leaves a rest
 ONES = np.ones((COUNT, 3), np.float16)
-PROPERTY = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 
 
 def write_folder(folder, latents, labels, mirrored=None, shard=40, hashed=False, **changes):
@@ -102,7 +101,7 @@ def mirrored(tmp_path_factory):
 # --- folders and batches
 
 
-@PROPERTY
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(data=st.data())
 def test_each_epoch_is_a_permutation_that_ranks_divide_and_that_a_resumed_run_continues(data):
     world, share = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))

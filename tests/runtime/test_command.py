@@ -160,16 +160,11 @@ def test_what_fails_in_a_command_ends_in_one_line_and_our_own_mistakes_in_a_trac
             call(main, argument)
 
 
-def test_srun_cannot_end_a_rank_that_has_saved_by_a_signal_which_would_hide_its_exit_code(call, monkeypatch):
+def test_srun_cannot_end_a_rank_that_has_saved_by_a_signal_which_would_hide_its_exit_code(handlers, call, monkeypatch):
     ignored = []
     monkeypatch.setattr(ranks.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(ranks.dist, "destroy_process_group", lambda: ignored.append(signal.getsignal(signal.SIGTERM)))
-    handlers = ranks.stop_handlers()
-    try:
-        assert call(fail_by(SystemExit(138)))[0] == 138 and ignored == [signal.SIG_IGN]
-    finally:
-        monkeypatch.undo()
-        ranks.start_anew(handlers)
+    assert call(fail_by(SystemExit(138)))[0] == 138 and ignored == [signal.SIG_IGN]
 
 
 def test_other_ranks_wait_before_they_repeat_an_error(call, monkeypatch):
@@ -182,7 +177,7 @@ def test_other_ranks_wait_before_they_repeat_an_error(call, monkeypatch):
     assert waits == [5]
 
 
-def test_each_job_has_its_own_precision_and_the_signals_of_a_first_one_and_a_call_raises_its_errors(call):
+def test_each_job_has_its_own_precision_and_the_signals_of_a_first_one_and_a_call_raises_its_errors(handlers, call):
     states = []
 
     def main(cfg):
@@ -191,15 +186,11 @@ def test_each_job_has_its_own_precision_and_the_signals_of_a_first_one_and_a_cal
         stop.listen()
         assert signal.getsignal(signal.SIGTERM) == stop.receive
 
-    handlers = ranks.stop_handlers()
-    try:
-        assert call(main, "-m", "name=no,bf16")[0] == 0 and states == [("no", True), ("bf16", True)]
-        command("small", Small)(main)("name=no", "steps=7")
-        assert states[2][0] == "no"
-        with pytest.raises(ValueError, match=r"^There is no setting step: did you mean steps\?"):
-            command("small", Small)(NEVER)("step=3")
-    finally:
-        ranks.start_anew(handlers)
+    assert call(main, "-m", "name=no,bf16")[0] == 0 and states == [("no", True), ("bf16", True)]
+    command("small", Small)(main)("name=no", "steps=7")
+    assert states[2][0] == "no"
+    with pytest.raises(ValueError, match=r"^There is no setting step: did you mean steps\?"):
+        command("small", Small)(NEVER)("step=3")
 
 
 def test_a_new_extension_is_a_change_of_the_code(tmp_path, monkeypatch):

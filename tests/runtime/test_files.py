@@ -4,6 +4,7 @@ import itertools
 import os
 import shutil
 import signal
+from unittest.mock import Mock
 
 import pytest
 from filelock import FileLock
@@ -45,11 +46,7 @@ def test_a_kill_at_any_change_leaves_the_old_folder_or_the_new(tmp_path):
 def test_a_folder_stays_where_its_replacement_cannot_be_renamed(tmp_path, monkeypatch):
     (tmp_path / "x").mkdir()
     (tmp_path / "x/old").touch()
-
-    def refuse(*_):
-        raise OSError("no")
-
-    monkeypatch.setattr(os, "replace", refuse)
+    monkeypatch.setattr(os, "replace", Mock(side_effect=OSError("no")))
     with pytest.raises((OSError, ValueError), match="no"), atomic_write(tmp_path / "x") as partial:
         partial.mkdir()
     assert [str(file.relative_to(tmp_path)) for file in sorted(tmp_path.rglob("*"))] == ["x", "x/old"]

@@ -60,14 +60,6 @@ def test_an_error_on_one_rank_ends_all_and_is_printed_once(shapes, tmp_path, err
         assert recorded["message"].startswith(error) and "in meddle" in recorded["extraInfo"]["py_callstack"]
 
 
-@pytest.fixture
-def handlers():
-    """Gives this process its handlers back."""
-    before = ranks.stop_handlers()
-    yield before
-    ranks.start_anew(before)
-
-
 def listening(clock=time.monotonic) -> ranks.StopRequest:
     before = ranks.stop_handlers()
     stop = ranks.StopRequest(join_ranks(True, True), clock)

@@ -35,7 +35,6 @@ NETWORK = dict(input_size=8, patch_size=2, in_channels=3, hidden_size=32, depth=
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run with two checkpoints of an untrained network."""
     folder = tmp_path_factory.mktemp("runs") / "tiny"
     for step in (1, 2):
         write_run(folder, NETWORK, step, {"name": "edm", "sigma_data": 0.6}, class_names=["ant", "bee", "cat", "dog"])

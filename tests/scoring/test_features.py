@@ -1,10 +1,13 @@
 """Feature extractors: their inputs, the weights that they accept, and what they refuse."""
 
 import json
+import os
 import re
 import runpy
 import shutil
 import urllib.error
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import timm
@@ -46,26 +49,22 @@ def test_features_that_are_not_finite_have_no_score():
         measure(one_rank(), broken, 2, [(torch.arange(2), pictures(2))])
 
 
-def test_extraction_runs_without_tf32_and_puts_the_setting_back(monkeypatch):
+def test_extraction_runs_without_tf32_and_puts_the_setting_back(float32_restored):
     def setting():
         return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
 
-    seen, before = [], torch.get_float32_matmul_precision()
+    seen = []
     mine = Extractor("mine", "mine", "fd_mine", {"pool": 1}, "",
                      lambda x: seen.append(setting()) or {"pool": torch.zeros(len(x), 1)})
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    torch.backends.cudnn.allow_tf32 = True
     torch.set_float32_matmul_precision("high")
     list(extract(mine, [(torch.tensor([0]), pictures(1))]))
     assert seen == [("highest", False)] and setting() == ("high", True)
-    torch.set_float32_matmul_precision(before)
 
 
 def test_weights_that_cannot_be_downloaded_raise_a_one_line_error(tmp_path, monkeypatch):
-    def offline(*args, **kwargs):
-        raise urllib.error.URLError("no network")
-
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    monkeypatch.setattr(torch.hub, "download_url_to_file", offline)
+    monkeypatch.setattr(torch.hub, "download_url_to_file", Mock(side_effect=urllib.error.URLError("no network")))
     with pytest.raises(ValueError, match="could not be downloaded .*features_weights=path/to/"):
         load("inception")
 
@@ -178,11 +177,12 @@ def test_the_lines_of_the_page_load_stylegans_inception(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def crosscheck(real_data, tmp_path):
+def crosscheck(tmp_path):
     """A folder with the cross-check's graph and its two batches; the test is skipped where they are absent."""
+    real_data = Path(os.environ.get("TREAD_REAL_DATA", ROOT.parent / "shared" / "data"))
     source = real_data.parent / "adm_crosscheck"
-    if not source.is_dir():
-        pytest.skip("no ADM cross-check beside the real data")
+    if not (real_data.is_dir() and source.is_dir()):
+        pytest.skip("no real data beside the checkout, or no ADM cross-check beside them")
     runpy.run_path(str(source / "make_batches.py"))["main"](real_data, tmp_path)
     shutil.copyfile(source / "graph.pb", tmp_path / "graph.pb")  # its hash is recorded beside it
     return tmp_path, json.loads((source / "expected.json").read_text())

@@ -25,7 +25,6 @@ PUBLISHED_COMMANDS = {
 
 
 def settings_of(gauge):
-    """The settings with which a gauge samples."""
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         cfg = compose("fid", overrides=[f"gauge={gauge}", "checkpoint=x", "reference=x"])
     return read(fid.ScoringSettings, OmegaConf.to_container(cfg, resolve=True))

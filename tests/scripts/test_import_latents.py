@@ -1,5 +1,4 @@
-"""Others' latents, each written from its documented layout, are imported with their labels and values, or raise a one-
-line error.
+"""Others' latents, each written from its documented layout, are imported with their labels and values, or refused.
 
 Remarks such as CompVis/tread#13 name public reports of what is tested.
 """

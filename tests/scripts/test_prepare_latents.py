@@ -11,6 +11,7 @@ import tracemalloc
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import forked
 import numpy as np
@@ -227,11 +228,7 @@ def test_a_second_process_is_refused_and_a_file_system_without_locks_is_named(pe
     refused(lambda: prepare(pets, tmp_path / "out"), "Another process is writing out=")
     assert os.listdir(tmp_path / "out") == [".lock"]
     lock.release()
-
-    def refuse(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     prepare(pets, tmp_path / "out")
     assert "cannot be locked ([Errno 37] No locks available)" in capsys.readouterr().out
     assert (tmp_path / "out" / "metadata.json").is_file()

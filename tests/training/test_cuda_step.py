@@ -39,10 +39,13 @@ def muon(net):
                            weight_decay=0.1)
 
 
-def take_step(block, loss, selection, num_parts, make_optimizer=adamw):
-    """Takes the step of train.py's loop on fake tensors of a GPU, with optimizer, EMA and sums; returns all that is
-    left.
-    """
+@pytest.mark.parametrize(("block", "loss", "selection", "num_parts", "make_optimizer"), [
+    ("dit", "edm", "grid", 2, adamw), ("dit", "version1", "random", 2, adamw),
+    ("dit", "alignment", "random", 1, adamw), ("lightning", "rf", "random", 1, adamw),
+    ("mamba", "edm", "random", 2, adamw), ("rwkv", "rf", "grid", 1, adamw), ("dit", "edm", "random", 1, muon),
+])
+def test_a_step_not_even_the_first_has_no_tensor_on_another_device_and_waits_for_none(
+        block, loss, selection, num_parts, make_optimizer, fresh_accelerator):
     accelerator = speed.make_accelerator("fp32", num_parts, tf32=False, cpu=True)
     with FakeTensorMode():
         with CUDA:  # not around the step, which would else make its own tensors there, too
@@ -62,13 +65,5 @@ def take_step(block, loss, selection, num_parts, make_optimizer=adamw):
     moments = [value for of_one in optimizer.state.values() for value in of_one.values()]
     assert len(moments) == sum(1 if make_optimizer is muon and is_matrix(*named) else 3
                                for named in model.named_parameters())
-    return [*taken, *model.parameters(), *ema.parameters(), *moments, sums.values]
-
-
-@pytest.mark.parametrize("how", [
-    ("dit", "edm", "grid", 2), ("dit", "version1", "random", 2), ("dit", "alignment", "random", 1),
-    ("lightning", "rf", "random", 1), ("mamba", "edm", "random", 2), ("rwkv", "rf", "grid", 1),
-    ("dit", "edm", "random", 1, muon),
-])
-def test_a_step_not_even_the_first_has_no_tensor_on_another_device_and_waits_for_none(how, fresh_accelerator):
-    assert {tensor.device.type for tensor in take_step(*how)} == {"cuda"}
+    left = [*taken, *model.parameters(), *ema.parameters(), *moments, sums.values]
+    assert {tensor.device.type for tensor in left} == {"cuda"}

@@ -1,6 +1,5 @@
 """The autoencoder that made the latents decodes them: diffusers' classes, LDM's files, one's own decoder, or none."""
 
-import json
 import math
 import shutil
 import subprocess
@@ -139,10 +138,7 @@ def test_vavae_encodes_and_decodes_as_the_published_code_does(vavae, tmp_path):
 
 def changed(**config):
     """Changes the config.json of a folder."""
-    def write(folder):
-        file = folder / "config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | config))
-    return write
+    return lambda folder: change_record(folder, "config.json", **config)
 
 
 def rewritten(change):

@@ -48,7 +48,6 @@ def test_a_full_disk_is_a_line_with_the_space_needed_and_leaves_the_earlier_chec
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """The checkpoints of two steps of a run."""
     run = tmp_path_factory.mktemp("two")
     return save(run, 1), save(run, 2, images=16)
 
