@@ -351,7 +351,7 @@ def main(cfg: TrainSettings) -> None:
         if not has_stepped:
             begin_record(run)
             if cfg.compile and accelerator.is_main_process:
-                tqdm.write(f"compiling for minutes (compile={as_text(cfg.compile)}; false needs no C++ compiler)")
+                tqdm.write("compiling: this takes minutes and a C++ compiler; compile=false does without")
 
         torch.manual_seed(step_seed(cfg.seed, run.step, rank))
         begin_step(run)

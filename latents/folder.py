@@ -166,12 +166,10 @@ class Latents:
 
     def require(self, *, shape: tuple[int, int, int], num_classes: int) -> None:
         """Raises ValueError if the latents do not fit a network for `shape` (C, h, w) and `num_classes`."""
-        if self.shape[1] != self.shape[2]:
-            raise ValueError(f"{self.where} holds latents {self.shape}, but train.py trains on squares: crop them.")
         if tuple(shape) != self.shape:
-            raise ValueError(f"{self.where} holds latents {self.shape}, but the network is set up for {tuple(shape)}: "
-                             f"set data=folder, which reads it from the folder, or data.channels={self.shape[0]} and "
-                             f"data.input_size={self.shape[1]}.")
+            raise ValueError(f"{self.where} holds latents {self.shape}, but the network is set up for squares of "
+                             f"{tuple(shape)}: set data=folder, which reads the side from the folder, or "
+                             f"data.channels={self.shape[0]} and data.input_size={self.shape[1]}.")
         if num_classes < self.num_classes:
             raise ValueError(f"{self.where} has {self.num_classes} classes, but the network is set up for "
                              f"{num_classes}: set data.num_classes={self.num_classes} or more.")

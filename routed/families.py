@@ -122,6 +122,8 @@ def ends(cumulative: Tensor, kept: Any) -> Tensor:
 def fewer_in_params(params: Any, kept: Any) -> Any:
     """Reduces musubi-tuner's AttentionParams, in which image tokens come before text tokens."""
     mask = params.attention_mask
+    if mask is not None and not isinstance(mask, Tensor):
+        raise ValueError("An attention bias of xformers counts all tokens: set attn_mode to torch or flash.")
     if mask is not None and (mask.ndim == 4 or not params.split_attn):
         mask = kept.rows(mask, mask.ndim - 1, "attention_mask")
     counts = dict(img_len=fewer, seqlens=fewer, cu_seqlens=ends, max_seqlen=fewer)

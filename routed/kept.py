@@ -91,8 +91,7 @@ class Kept:
         output = function(taken)
         if not isinstance(output, tuple | list) or torch.compiler.is_compiling():
             return output
-        # an argument that a block returns has all its rows again
-        reduced = [(part, self.arguments[name]) for name, part in taken.items()
+        reduced = [(part, self.arguments[name]) for name, part in taken.items()     # returned, it has all rows again
                    if name != self.block.tokens and part is not self.arguments[name]]
         return rebuilt(output, [next((full for old, full in reduced if old is part), part) for part in output])
 

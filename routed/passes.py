@@ -31,8 +31,7 @@ class Pass:
         self.returned: tuple[Any, Any] = None, None             # the latest block, and its tokens
         self.text = 0                       # tokens of text that has its own stream in some blocks
         family, network, mask = routing.family, routing.network, routing.options.keep_mask
-        self.batches = [samples_in([*map(arguments.get, routing.arguments), *arguments.values()]),
-                        *(len(x) for x in arguments.values() if isinstance(x, Tensor) and x.ndim > 2)]
+        self.batch = samples_in([*map(arguments.get, routing.arguments), *arguments.values()])
         self.front = family.front(network, arguments) if family.front else routing.options.keep or 0     # or (B,)
         self.free = family.free(network, arguments) if family.free else 0
         self.keep_mask = mask(arguments) if callable(mask) else mask        # (B, free) bool: these are kept
@@ -132,10 +131,10 @@ class Pass:
 
     def enter(self, block: RouteBlock, arguments: dict[Any, Any], x: Any) -> Kept:
         """Returns what a block on a route gets; its tokens are sampled before the first block of the route."""
-        if not isinstance(x, Tensor) or x.is_nested or x.ndim != 3 or self.batches[0] and len(x) not in self.batches:
+        if not isinstance(x, Tensor) or x.is_nested or x.ndim != 3 or self.batch not in (None, len(x)):
             what = (type(x).__name__ if not isinstance(x, Tensor) else
                     "a nested tensor (set enable_nested_tensor=False)" if x.is_nested else tuple(x.shape))
-            raise ValueError(f"{block}: {block.tokens} is {what}, but tokens (B, N, D) of {self.batches[0] or 'B'} "
+            raise ValueError(f"{block}: {block.tokens} is {what}, but tokens (B, N, D) of {self.batch or 'B'} "
                              f"samples are routed: transpose tokens (N, B, D) before the blocks, fold none into the "
                              f"batch, and name their argument by family=Family((Blocks(path, tokens=),)).")
         if block.starts:

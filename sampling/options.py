@@ -117,7 +117,7 @@ def parse_classes(
         numbers = parse_range(key, part) if part[:1].isdecimal() else [-1]
         if not {*numbers} <= numbered.keys():
             first = f", {', '.join([*index_of][:10])}{' …' * (len(index_of) > 10)}" if index_of else ""
-            raise ValueError(f"{key}={schema.as_text(text)} asks for class {part}, which is none of the {num_classes}: "
+            raise ValueError(f"{key}={schema.as_text(text)} asks for class {part}, which names none of {num_classes}: "
                              f"write indices from 0, as in {key}=[0,5] or {key}=0-9, or names{first}.")
         labels += [numbered[number] for number in numbers]
     return labels

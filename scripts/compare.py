@@ -168,9 +168,9 @@ class Difference(NamedTuple):
 def compared(variants: dict[str, Curves], pair: Pair) -> Iterator[Difference]:
     """Yields a pair's differences at each place that one of them was scored at and both have reached.
 
-    Between two scores of a seed, values are interpolated on a log scale. No interval includes the error of that.
-    On a linear scale they would lie above the curve, to the advantage of the variant with more scores. The untrained
-    network is left out.
+    Between two scores of a seed, values are interpolated on a log scale. On a linear one they would lie above the
+    curve, to the advantage of the variant with more scores. Intervals leave out the error of interpolating. The
+    untrained network is left out.
     """
     def on_line(line: dict[float, float]) -> float:
         return float(interp(math.log(place), [*map(math.log, line)], [*line.values()]))

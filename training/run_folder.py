@@ -118,7 +118,7 @@ def open_parent(state: Accelerator, path: str, record: dict[str, Any], new_label
         old, new = differing(old, new)
         kept, needed = (sizes.get("num_classes", 0) for sizes in (old, new))
         remedy = ("new_label_table=true initialises the table of labels again, to fine-tune on other classes"
-                  + f"; data.num_classes={kept} keeps it, for these very classes" * (kept > needed) + "."
+                  + f"; data.num_classes={kept} keeps it, if labels are its indices" * (kept > needed) + "."
                   if old.keys() <= {"num_classes", "null_label"} else
                   "DiT's published weights are for sampling: train.py trains under EDM or flow matching, not DDPM."
                   if old.get("diffusion.name") == "ddpm" else

@@ -249,12 +249,6 @@ def test_a_bad_folder_raises_a_one_line_error(folder, change, words):
     refused(lambda: open_latents(folder), words)
 
 
-def test_latents_that_are_no_squares_are_not_trained_on(tmp_path):
-    values = np.random.RandomState(0).randn(9, 4, 8, 12).astype(np.float16)
-    latents = open_latents(write_folder(tmp_path, values, np.arange(9) % 7))
-    refused(lambda: latents.require(shape=(4, 8, 8), num_classes=7), "(4, 8, 12), but train.py trains on squares")
-
-
 @pytest.mark.parametrize("values, autoencoder", [
     (numbered() * 0.1, "my/own_vae"),  # a local autoencoder may be so
     (np.clip(abs(numbered()), 0, 1), "identity"),  # light pictures may be so

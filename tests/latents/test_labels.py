@@ -221,7 +221,8 @@ SITUATIONS: dict[str, tuple[dict, str, dict, str | list[str]]] = {
     "the hub's older names": (
         {f"x/train-0000{i}-of-00002-{i}b1c2d3e4f5a6b7c.parquet": shard(i) for i in range(2)}, "x", {}, "0 1"),
     "missing shards": ({"data/train-00000-of-00294.parquet": shard(0)}, "data", {}, ["holds 1 of 294 parquet files"]),
-    "a picture beside them": ({"x/a.png": png(1), "x/data/train-0-of-1.parquet": shard(0)}, "x", {"labels": "none"},
+    "img2dataset's table": ({"x/0.parquet": parquet(url=["u"]), "x/0/1.png": png(1)}, "x", {"labels": "none"}, "all"),
+    "a picture beside them": ({"x/a.png": png(1), "x/data/0.parquet": shard(0)}, "x", {"labels": "none"},
                               ["holds images, such as a.png, and parquet", "select these, as in \"source='x/data/*.p"]),
     "other columns": ({"x.parquet": parquet(img=[png(0)], fine_label=[0])}, "x.parquet", {},
                       ["has the columns img, fine_label, not image and label: set image_column= and label_column="]),

@@ -192,7 +192,6 @@ EXACT = {       # network, and its description
     "a padding mask": (made(masked, lambda part, x: part(x, PADDING[:, None, None])), dict(along={"mask": 3})),
     "a mask of text": (made(lambda self, x, mask: self.attend(x) + mask.sum(-1),
                             lambda part, x: part(x, PADDING[:, None, None, :5])), {}),
-    "positions before the tokens": (made(attention, inputs=dict(x=torch.zeros(N, 2), tokens=X)), {}),
     "a number of tokens": (made(counted, lambda part, x: part(x, N)), dict(along={"length": fewer})),
     "a class token": (made(attention, forward=class_token_first), dict(keep=1)),
     "a size": (made(lambda self, x, size: self.attend(x), lambda part, x: part(x, torch.Size([4, 4]))), {}),
