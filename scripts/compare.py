@@ -19,6 +19,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from functools import cache
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -294,9 +295,10 @@ def draw(runs: list[Run], pairs: list[Pair]) -> Figure:
     plots = iter(figure.subplots(1, columns, squeeze=False)[0])
     if trained:
         losses = next(plots)
-        for run in trained:
-            losses.plot([row["step"] for row in run["losses"]], [row["loss"] for row in run["losses"]], linewidth=0.8,
-                        label=name_of(run)[:-1])
+        for number, (name, group) in enumerate(itertools.groupby(trained, itemgetter("variant"))):
+            for seed, run in enumerate(group):
+                losses.plot([row["step"] for row in run["losses"]], [row["loss"] for row in run["losses"]],
+                            f"C{number}", linewidth=0.8, label="" if seed else name)
         losses.set(xlabel="step", ylabel="training loss (a routed run's is higher)")
         losses.legend(fontsize="x-small")
     scores = next(plots)
