@@ -294,8 +294,8 @@ def draw(runs: list[Run], pairs: list[Pair]) -> Figure:
     figure = Figure(figsize=(4.8 * columns, height), layout="constrained", dpi=110)
     plots = iter(figure.subplots(1, columns, squeeze=False)[0])
     if trained:
-        losses = next(plots)
-        for number, (name, group) in enumerate(itertools.groupby(trained, itemgetter("variant"))):
+        losses, of = next(plots), itemgetter("variant")
+        for number, (name, group) in enumerate(itertools.groupby(sorted(trained, key=of), of)):
             for seed, run in enumerate(group):
                 losses.plot([row["step"] for row in run["losses"]], [row["loss"] for row in run["losses"]],
                             f"C{number}", linewidth=0.8, label="" if seed else name)
